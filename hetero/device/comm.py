@@ -163,6 +163,9 @@ class Comm(Protocol):
     def lock_outboxes(self, device: Device) -> None:
         """Page-lock what gradients of a device leave through, until `close`."""
 
+    def lock_inboxes(self, device: Device) -> None:
+        """Page-lock what gradients of other ranks arrive in, for copies to a device."""
+
     def exchange(self, what: str) -> Addends:
         """Begin to send the outbox to all ranks (with a relay, to those of this one's group, in
         whose parts are all of `Relay.shares`). Exchanges are calls with an order of their own, made
@@ -172,6 +175,9 @@ class Comm(Protocol):
         """Begin to send this group's sums of `Relay.shares`, in their order, to the keepers, from
         each of which comes its group's sum of this rank's share. A call among exchanges; the sums
         before these were waited for."""
+
+    def summed(self, n_bytes: int) -> None:
+        """CPUs read and wrote so many bytes for sums: where time is modelled, it passes."""
 
     def give_up_exchange(self, why: str) -> None:
         """Say in place of the next exchange, or of its end, that this rank makes none: all others
@@ -224,11 +230,15 @@ class Alone:
 
     def lock_outboxes(self, device: Device) -> None: ...
 
+    def lock_inboxes(self, device: Device) -> None: ...
+
     def exchange(self, what: str) -> Addends:
         raise AssertionError("a rank that is alone exchanges nothing")
 
     def pass_on(self, sums: torch.Tensor, what: str) -> Addends:
         raise AssertionError("a rank that is alone exchanges nothing")
+
+    def summed(self, n_bytes: int) -> None: ...
 
     def give_up_exchange(self, why: str) -> None: ...
 
@@ -268,6 +278,8 @@ class OneSided:
 
     def pass_on(self, sums: torch.Tensor, what: str) -> Addends:
         raise AssertionError("ranks that read each other's addends pass no sums on")
+
+    def summed(self, n_bytes: int) -> None: ...
 
     def wait(self, ticket: Ticket) -> None: ...
 

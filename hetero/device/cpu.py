@@ -76,6 +76,12 @@ class CpuDevice:
         dst.copy_(src)
         return Ticket(lane, 0.0, done=True).was(begin, time.monotonic())
 
+    def beside(self, work: Callable[[], object], after: Iterable[Ticket]) -> Ticket:
+        for ticket in after:
+            self.sync(ticket)
+        work()
+        return self.mark()
+
     def wait(self, ticket: Ticket) -> Stall | None:
         return None
 

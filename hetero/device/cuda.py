@@ -115,11 +115,10 @@ class CudaDevice:
     def launch(self, begin: Callable[[], Collective], after: Iterable[Ticket]) -> Ticket:
         """Queue a collective of another library; see `CudaLanes.launch`. The host waits until
         staged copies of ``after`` are on their lanes."""
-        after = tuple(after)
-        for ticket in after:
-            if isinstance(ticket, StagedTicket):
-                self._staging.wait(ticket)
-        return self._lanes.launch(begin, on_lanes(after))
+        return self._lanes.launch(begin, self._staging.queued(after))
+
+    def beside(self, work: Callable[[], object], after: Iterable[Ticket]) -> Ticket:
+        return self._lanes.beside(work, self._staging.queued(after))
 
     @property
     def clock(self) -> Callable[[], float]:

@@ -175,6 +175,9 @@ class Device(Protocol):
     ) -> Ticket:
         """Queue a copy of equally many bytes on a lane, after the tickets ``after``."""
 
+    def beside(self, work: Callable[[], object], after: Iterable[Ticket]) -> Ticket:
+        """Queue operations on its tensors, next to compute, after tickets."""
+
     def wait(self, ticket: Ticket) -> Stall | None:
         """Make compute that is queued from now on run after the ticket; returns the stall."""
 

@@ -260,6 +260,15 @@ class Staging:
                 advice="what it was to write is undefined: go on from a checkpoint",
             ) from error
 
+    def queued(self, after: Iterable[Ticket]) -> list[Ticket]:
+        """Wait until staged copies of tickets are on their lanes; return tickets that have
+        events."""
+        after = tuple(after)
+        for ticket in after:
+            if isinstance(ticket, StagedTicket):
+                self.wait(ticket)
+        return on_lanes(after)
+
     def finish(self) -> None:
         """Wait until no copy is left to queue; errors are their waiters'."""
         for job in list(self._last.values()):

@@ -15,7 +15,7 @@ from hashlib import blake2b
 import torch
 
 from hetero.crc import crc32
-from hetero.device import ALONE, Device, Slab, Ticket, release_slab, use_count
+from hetero.device import ALONE, Slab, Ticket, release_slab, use_count
 from hetero.errors import ConfigError
 from hetero.internals import storage_uses
 from hetero.memory.changes import UNSEEN, Changes
@@ -26,7 +26,6 @@ from hetero.memory.pool import NoPool, Pool
 from hetero.types import Lane
 
 Fill = Callable[[torch.Tensor], None]
-HOST_PLACE = torch.device("cpu")
 
 
 class Copy:
@@ -94,7 +93,8 @@ class SegmentViews:
 
 
 class Home:
-    """One kind of one bucket; its class says where it lies.
+    """One kind of one bucket; its class says where it lies. With ``numel``, it has memory for so
+    many of the bucket's elements alone.
 
     `part` and `view` are its own memory, valid while the elements are pinned; `read` and `write`
     pin by themselves. If ``codec`` is not exact, parts are its items, and views have the right
@@ -121,19 +121,27 @@ class Home:
     is_shared = False
     """Whether they may read this."""
 
-    def __init__(self, slab: Slab, bucket: Bucket, dtype: torch.dtype, codec: Codec) -> None:
+    def __init__(
+        self,
+        slab: Slab,
+        bucket: Bucket,
+        dtype: torch.dtype,
+        codec: Codec,
+        numel: int | None = None,
+    ) -> None:
         self._slab = slab
         self.codec = codec
         self.dtype = dtype
         self._successor: Home | None = None
         self.copies: dict[Segment, Copy] = {}  # see [Note: copies that are shown] in shown.py
-        self._flat = slab.carve(0, codec.n_bytes(bucket.numel, dtype)).view(codec.dtype(dtype))
+        n_bytes = codec.n_bytes(numel or bucket.numel, dtype)
+        self._flat = slab.carve(0, n_bytes).view(codec.dtype(dtype))
         self.views = SegmentViews(
             shaped(
                 slab, s.offset * dtype.itemsize, s.spec.shape, s.spec.stride, s.spec.numel, dtype
             )
-            if codec.exact
-            else self._flat.new_full((), float("nan"), dtype=dtype).expand(s.spec.shape)
+            if codec.exact and numel is None
+            else valueless(s.spec.shape, dtype, self.shown_on)
             for s in bucket.segments
         )
 
@@ -212,6 +220,7 @@ class Home:
         """Give up its memory: its bytes have moved."""
         self.discard()
         self._successor = successor
+        successor.copies.update(self.copies)
         self._flat = torch.empty(0, dtype=self.item_dtype, device=self.shown_on)
         self.views.clear()
         del self._slab
@@ -303,7 +312,7 @@ class Home:
 
     def _put(self, start: int, items: torch.Tensor) -> None:
         for run in self.runs(start, start + items.numel(), PinUse.FRESH):
-            self._flat[run].copy_(items[run.start - start : run.stop - start])
+            self.part(run).copy_(items[run.start - start : run.stop - start])
 
     def recode(self, start: int, values: torch.Tensor) -> None:
         """Take ``values``, 1-D and in the home's dtype, for whole blocks of a coded home.
@@ -326,73 +335,6 @@ class HostHome(Home):
     """A home in memory: on HOST, or on the device of a model that stays there."""
 
     __slots__ = ()
-
-
-class DeviceHome(Home):
-    """A home on the device, of a model that pages: compute updates it, and frames are filled from
-    it within HBM. State dicts and saves get copies of it on HOST, as of a home on disk."""
-
-    __slots__ = ("_device", "_written")
-    on_device = True
-    lane = way_home = Lane.D2D
-
-    def __init__(
-        self, device: Device, slab: Slab, bucket: Bucket, dtype: torch.dtype, codec: Codec
-    ) -> None:
-        super().__init__(slab, bucket, dtype, codec)
-        self._device = device
-        self._flat.zero_()
-        self._written = device.mark()
-
-    @property
-    def shows(self) -> bool:
-        return False
-
-    @property
-    def shown_on(self) -> torch.device:
-        return HOST_PLACE if self.device.type != "meta" else self.device
-
-    @property
-    def written_at(self) -> tuple[Ticket, ...]:
-        return (self._written,)
-
-    def rewritten(self) -> None:
-        self._written = self._device.mark()
-
-    def empty(self, segment: Segment, dtype: torch.dtype | None = None) -> torch.Tensor:
-        spec = segment.spec
-        return torch.empty_strided(
-            spec.shape, spec.stride, dtype=dtype or self.dtype, device=self.shown_on
-        )
-
-    def load(self, items: slice) -> torch.Tensor:
-        self._device.wait(self._written)  # the caller may be on another stream than the writer
-        return self._flat[items].to(self.shown_on, copy=True)
-
-    def store(self, items: slice, fill: Fill) -> None:
-        stage = torch.empty(items.stop - items.start, dtype=self.item_dtype, device=self.shown_on)
-        fill(stage)
-        self._put(items.start, stage)
-
-    def value(self, segment: Segment) -> torch.Tensor:
-        return self.view(segment)
-
-    def blank(self, segment: Segment) -> torch.Tensor:
-        return self.view(segment)
-
-    def write(self, segment: Segment, value: torch.Tensor) -> None:
-        self.view(segment).copy_(value)
-        self.rewritten()
-        if segment in self.copies:
-            self.copies[segment].show(self.read(segment))
-
-    def _put(self, start: int, items: torch.Tensor) -> None:
-        super()._put(start, items)
-        self.rewritten()
-
-    def crc(self) -> int | None:
-        whole = self.load(slice(0, self._flat.numel()))
-        return crc32(memoryview(whole.view(torch.uint8).numpy()))
 
 
 class Pinned(Home):
@@ -490,6 +432,12 @@ def shaped(
     """Return part of a slab as a tensor of this geometry, with its own storage."""
     piece = slab.carve(offset_bytes, numel * dtype.itemsize).view(dtype)
     return torch.as_strided(piece, tuple(shape), tuple(stride))
+
+
+def valueless(shape: Sequence[int], dtype: torch.dtype, place: torch.device) -> torch.Tensor:
+    """Return a tensor that stands for a segment of which there is no tensor."""
+    number = float("nan") if dtype.is_floating_point else 0
+    return torch.full((), number, dtype=dtype, device=place).expand(shape)
 
 
 def refusal(segment: Segment, codec: Codec) -> ConfigError:

@@ -17,12 +17,13 @@ from hetero.memory import shown
 from hetero.memory.changes import Sharing
 from hetero.memory.codec import EXACT, Codec
 from hetero.memory.extent import PinSpan, PinUse, Request, overlap
-from hetero.memory.home import DeviceHome, DiskHome, Home, HostHome, cut
+from hetero.memory.hbmhome import DeviceHome
+from hetero.memory.home import DiskHome, Home, HostHome, cut
 from hetero.memory.layout import Bucket
 from hetero.memory.ledger import Ledger
 from hetero.memory.places import HomePlaces
 from hetero.memory.pool import NoPool, Pool
-from hetero.memory.share import DiskShareHome, NodeHome, ShareHome
+from hetero.memory.share import DeviceShareHome, DiskShareHome, NodeHome, ShareHome
 from hetero.types import Kind, Tier, noop
 
 TRAVEL = (Kind.PARAM.value, Kind.GRAD.value)
@@ -98,6 +99,9 @@ class HomeStore:
         kept_bytes = codec.n_bytes(bucket.share_numel, dtype)
         self._ledger.charge(tier, kind, kept_bytes, what)
         self._charged[name, bucket.id] = (tier, kind, kept_bytes)
+        if tier is Tier.HBM:
+            self.hbm_bytes[bucket.id] += kept_bytes
+            return self._on_device(bucket, dtype, codec, kept_bytes)
         if self._node is not None:
             return NodeHome(
                 *(kind, name, bucket, dtype, codec, self._comm, self._sharing),
@@ -110,14 +114,14 @@ class HomeStore:
             if kind is Kind.PARAM:
                 share.lock_own(self._device)
             return share
-        if tier is not Tier.HBM:
-            slab = self._device.slab(n_bytes, travels=name in TRAVEL)
-            return HostHome(slab, bucket, dtype, codec)
-        self.hbm_bytes[bucket.id] += n_bytes
-        slab = self._device.arena(n_bytes)
-        if not self.places.stays:
-            return DeviceHome(self._device, slab, bucket, dtype, codec)
+        slab = self._device.slab(n_bytes, travels=name in TRAVEL)
         return HostHome(slab, bucket, dtype, codec)
+
+    def _on_device(self, bucket: Bucket, dtype: torch.dtype, codec: Codec, n_bytes: int) -> Home:
+        made = self._device.arena(n_bytes), bucket, dtype, codec
+        if self._comm.size > 1:
+            return DeviceShareHome(self._device, *made, self._comm, self._sharing)
+        return HostHome(*made) if self.places.stays else DeviceHome(self._device, *made)
 
     def _on_disk(
         self, kind: Kind, bucket: Bucket, dtype: torch.dtype, codec: Codec, what: str
@@ -139,6 +143,11 @@ class HomeStore:
             home = self.homes.get((name, bucket_id))
             if home is not None:
                 yield name, home
+
+    def bytes_of(self, bucket_id: int) -> int:
+        """Return the bytes of a bucket's homes in RAM or on HBM."""
+        charged = (self._charged.get((name, bucket_id)) for name in self._names)
+        return sum(each[2] for each in charged if each is not None)
 
     def move(self, name: str, bucket: Bucket) -> tuple[Home, Home]:
         """Move a home to the tier that `places` now says; return the old one and the new one.

@@ -14,6 +14,7 @@ import torch
 from hetero.crc import crc32
 from hetero.memory.changes import Changes, GatheredChanges, SharedChanges, Sharing, counter_of
 from hetero.memory.extent import Extents, PinUse, overlap
+from hetero.memory.hbmhome import OnDevice
 from hetero.memory.home import Fill, Home, Pinned
 from hetero.memory.layout import row
 from hetero.types import Kind
@@ -44,8 +45,9 @@ class ShareHome(Home):
         codec: Codec,
         comm: Comm,
         sharing: Sharing,
+        numel: int | None = None,
     ) -> None:
-        super().__init__(slab, bucket, dtype, codec)
+        super().__init__(slab, bucket, dtype, codec, numel)
         self._comm = comm
         self.changes: Changes = GatheredChanges(comm, sharing)
         self._n_shares, self._share_numel = bucket.n_shares, bucket.share_numel
@@ -62,10 +64,21 @@ class ShareHome(Home):
             self._unlocks.append(unlock)
 
     def close(self) -> None:
+        self._unlock()
+        super().close()
+
+    def leave(self, successor: Home) -> None:
+        self._unlock()
+        super().leave(successor)
+
+    def _unlock(self) -> None:
         for unlock in self._unlocks:
             unlock()
         self._unlocks.clear()
-        super().close()
+
+    def take_over(self, other: Home) -> None:
+        self.part(self.kept_items).copy_(other.part(self.kept_items))
+        self.rewritten()
 
     @property
     def shows(self) -> bool:
@@ -91,7 +104,7 @@ class ShareHome(Home):
         return self._flat[items]
 
     def crc(self) -> int | None:
-        return crc32(memoryview(self._flat[self.kept_items].view(torch.uint8).numpy()))
+        return crc32(memoryview(self.load_own(self.kept_items).view(torch.uint8).numpy()))
 
     def read(self, segment: Segment) -> torch.Tensor:
         value = self.empty(segment)
@@ -130,6 +143,32 @@ class ShareHome(Home):
         stage = torch.empty(items.stop - items.start, dtype=self.item_dtype, device="cpu")
         fill(stage)
         self._put(items.start, stage)
+
+
+class DeviceShareHome(OnDevice, ShareHome):
+    """A share on the device, which has no memory for what other ranks keep."""
+
+    __slots__ = ("_device", "_first", "_written")
+
+    def __init__(
+        self,
+        device: Device,
+        slab: Slab,
+        bucket: Bucket,
+        dtype: torch.dtype,
+        codec: Codec,
+        comm: Comm,
+        sharing: Sharing,
+    ) -> None:
+        super().__init__(slab, bucket, dtype, codec, comm, sharing, bucket.share_numel)
+        self._first = self.kept_items.start
+        self._begin(device)
+
+    def part(self, run: slice) -> torch.Tensor:
+        return self._flat[run.start - self._first : run.stop - self._first]
+
+    def load_own(self, items: slice) -> torch.Tensor:
+        return self.load(items)
 
 
 class DiskShareHome(Pinned, ShareHome):

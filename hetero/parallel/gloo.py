@@ -7,7 +7,7 @@ what each is about to do.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from itertools import pairwise
 from typing import Any
@@ -15,13 +15,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hetero.device import CudaDevice, Device, Ticket, map_slab
+from hetero.device import CudaDevice, Device, Ticket
 from hetero.device.comm import Addends, Comm, Node, relay_of
 from hetero.errors import ConfigError
 from hetero.memory.layout import Layout
 from hetero.parallel.board import SAID_BYTES, check_calls
 from hetero.parallel.gathers import DeviceGathers, Gathers, HostGathers, all_gather, connected
-from hetero.parallel.groups import Grouped, Straight
+from hetero.parallel.groups import Box, Grouped, Straight
 from hetero.parallel.neighbours import Neighbours
 from hetero.parallel.news import News
 from hetero.parallel.node import open_node
@@ -79,10 +79,8 @@ class Gloo:
             if self.relay is None
             else Grouped(self.relay, self._open, self._waits)
         )
-        self._outbox = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._outbox = Box()
         self._sent_bytes = 0
-        self._device: Device | None = None  # that copies into the outbox
-        self._unlock: Callable[[], None] | None = None
 
     def _open(self, ranks: Sequence[int]) -> dist.ProcessGroup:
         """Open a group; every rank that shares the model opens the same ones."""
@@ -131,30 +129,26 @@ class Gloo:
                 self._waits.until(work, what)
 
     def outbox(self, n_bytes: int) -> torch.Tensor:
-        if self._outbox.numel() < n_bytes:
-            self._let_go()
-            slab = map_slab(n_bytes)  # pages of its own: they may be page-locked
-            self._outbox = slab.carve(0, n_bytes)
-            self._unlock = None if self._device is None else self._device.lock(self._outbox, slab)
         self._sent_bytes = n_bytes
-        return self._outbox[:n_bytes]
+        return self._outbox.of(n_bytes)
 
     def lock_outboxes(self, device: Device) -> None:
-        self._device = device
+        self._outbox.lock(device)
 
-    def _let_go(self) -> None:
-        if self._unlock is not None:
-            self._unlock()
-        self._unlock = None
+    def lock_inboxes(self, device: Device) -> None:
+        for box in self._ways.inboxes:
+            box.lock(device)
 
     def exchange(self, what: str) -> Addends:
         self._swaps.meet(f"{what}: {self._sent_bytes} bytes")
-        return self._ways.begin(self._outbox[: self._sent_bytes], what)
+        return self._ways.begin(self._outbox.of(self._sent_bytes), what)
 
     def pass_on(self, sums: torch.Tensor, what: str) -> Addends:
         assert isinstance(self._ways, Grouped)
         self._swaps.meet(f"sums of groups, {what}: {sums.numel()} bytes")
         return self._ways.pass_on(sums, what)
+
+    def summed(self, n_bytes: int) -> None: ...
 
     def give_up_exchange(self, why: str) -> None:
         self._swaps.say(why)
@@ -181,7 +175,8 @@ class Gloo:
     def close(self) -> None:
         if self.node is not None:
             self.node.close()
-        self._let_go()
+        for box in (self._outbox, *self._ways.inboxes):
+            box.close()
         if self._gathers is not None:
             self._gathers.close()
         self._news.close()

@@ -7,11 +7,40 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
+from hetero.device import Device, map_slab
 from hetero.device.comm import Addends, Relay
 from hetero.parallel.gathers import CommTicket
 from hetero.parallel.waits import Waits
 
 Open = Callable[[Sequence[int]], dist.ProcessGroup]
+
+
+class Box:
+    """Memory for bytes of ranks, as large as the most that were asked for."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._device: Device | None = None
+        self._unlock: Callable[[], None] | None = None
+
+    def of(self, n_bytes: int) -> torch.Tensor:
+        """Return so much of it; what was returned before is not used any more."""
+        if self._memory.numel() < n_bytes:
+            self.close()
+            slab = map_slab(n_bytes)  # pages of its own: they may be page-locked
+            self._memory = slab.carve(0, n_bytes)
+            self._unlock = None if self._device is None else self._device.lock(self._memory, slab)
+        return self._memory[:n_bytes]
+
+    def lock(self, device: Device) -> None:
+        """Page-lock it for copies of a device, from the next memory on."""
+        self._device = device
+
+    def close(self) -> None:
+        """Undo page-locking; no copy is under way."""
+        if self._unlock is not None:
+            self._unlock()
+        self._unlock = None
 
 
 class Straight:
@@ -24,6 +53,7 @@ class Straight:
 
     def __init__(self, group: dist.ProcessGroup, n_shares: int, waits: Waits) -> None:
         self._swap = Swap(group, waits)
+        self.inboxes = [self._swap.inbox]
         self._size = dist.get_world_size(group)
         self._n_shares = n_shares
 
@@ -46,6 +76,7 @@ class Grouped:
         across = [open(range(at, relay.size, in_group)) for at in range(in_group)]
         self._inside = Swap(inside[relay.rank // in_group], waits)
         self._across = Swap(across[relay.rank % in_group], waits)
+        self.inboxes = [self._inside.inbox, self._across.inbox]
 
     def begin(self, sent: torch.Tensor, what: str) -> Addends:
         relay = self._relay
@@ -65,13 +96,11 @@ class Swap:
     def __init__(self, group: dist.ProcessGroup, waits: Waits) -> None:
         self._group = group
         self._waits = waits
-        self._inbox = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self.inbox = Box()
 
     def begin(self, parts: list[torch.Tensor], what: str) -> Addends:
         n_bytes = sum(part.numel() for part in parts)
-        if self._inbox.numel() < n_bytes:
-            self._inbox = torch.empty(n_bytes, dtype=torch.uint8, device="cpu")
-        found = list(self._inbox[:n_bytes].view(len(parts), -1))
+        found = list(self.inbox.of(n_bytes).view(len(parts), -1))
         work = dist.all_to_all(found, parts, group=self._group, async_op=True)
         return Swapped(self._waits, CommTicket(work, what, (*found, *parts)), found)
 

@@ -41,10 +41,17 @@ class Neighbours(OneSided):
         return self.node.outbox(self.rank, self.node.swaps.n_calls + 1)[:n_bytes]
 
     def lock_outboxes(self, device: Device) -> None:
-        for number in range(BOXES):
-            unlock = device.lock(self.node.outbox(self.rank, number))
-            if unlock is not None:
-                self._unlocks.append(unlock)
+        self._lock_boxes([self.rank], device)
+
+    def lock_inboxes(self, device: Device) -> None:
+        self._lock_boxes([rank for rank in range(self.size) if rank != self.rank], device)
+
+    def _lock_boxes(self, ranks: Sequence[int], device: Device) -> None:
+        for rank in ranks:
+            for number in range(BOXES):
+                unlock = device.lock(self.node.outbox(rank, number))
+                if unlock is not None:
+                    self._unlocks.append(unlock)
 
     def exchange(self, what: str) -> Addends:
         call = self.node.swaps.post(f"{what}: {self._sent_bytes} bytes", b"")

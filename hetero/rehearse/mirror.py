@@ -89,11 +89,17 @@ class Mirror:
 
     def lock_outboxes(self, device: Device) -> None: ...
 
+    def lock_inboxes(self, device: Device) -> None: ...
+
     def exchange(self, what: str) -> MirrorAddends:
         return MirrorAddends(partial(self._arrive, self._sent_bytes))
 
     def pass_on(self, sums: torch.Tensor, what: str) -> MirrorAddends:
         return MirrorAddends(partial(self._arrive_sums, sums.numel()))
+
+    def summed(self, n_bytes: int) -> None:
+        """Let the time pass in which every rank of this machine does that with its memory."""
+        self._device.compute(self._memory_seconds(self.n_local * n_bytes))
 
     def give_up_exchange(self, why: str) -> None: ...
 
@@ -113,23 +119,20 @@ class Mirror:
     def close(self) -> None: ...
 
     def _arrive(self, n_bytes: int) -> list[torch.Tensor]:
-        """Let the time pass in which addends of ``n_bytes`` for all shares arrive, and every rank
-        of this machine reads all those that it adds up, and writes their sums."""
+        """Let the time pass in which addends of ``n_bytes`` for all shares arrive."""
         n_parts, n_ranks = 1, self.size
         if self.relay is not None:
             n_parts, n_ranks = len(self.relay.shares), self.sum_group
         part_bytes = n_bytes // self.n_shares * n_parts
         self._device.compute(self._exchange_seconds(n_bytes))
-        self._device.compute(self._memory_seconds((n_ranks + 1) * self.n_local * part_bytes))
         return [self.outbox(part_bytes)] * n_ranks
 
     def _arrive_sums(self, n_bytes: int) -> list[torch.Tensor]:
-        """Let the time pass in which sums of groups go on, and every rank of this machine reads
-        those of its share, and writes their sum. Of ``n_bytes`` are those that one rank sends."""
+        """Let the time pass in which sums of groups go on. Of ``n_bytes`` are those that one rank
+        sends."""
         assert self.relay is not None
         part_bytes, n_groups = n_bytes // len(self.relay.shares), len(self.relay.keepers)
         self._device.compute(self._pass_on_seconds(part_bytes))
-        self._device.compute(self._memory_seconds((n_groups + 1) * self.n_local * part_bytes))
         return [self.outbox(part_bytes)] * n_groups
 
 

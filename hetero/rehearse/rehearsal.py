@@ -68,6 +68,8 @@ class Scene:
     """Accesses to look ahead; None: as many as frames allow."""
     activation_share: float | None = None
     """Of the HBM that activations and homes share; None: the best one."""
+    homes_on_hbm: bool | None = None
+    """Whether homes may be on HBM; None: on CUDA they may."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,7 +141,12 @@ def rehearse(scene: Scene) -> Rehearsal:
     worker = DryWorker(
         device, lambda n: update_seconds(scene.profile, blueprint, round(n * here)), disk
     )
-    tuning = Tuning(worker=worker, depth=scene.depth, activation_share=scene.activation_share)
+    tuning = Tuning(
+        worker=worker,
+        depth=scene.depth,
+        activation_share=scene.activation_share,
+        homes_on_hbm=scene.homes_on_hbm,
+    )
     if disk is not None:
         tuning.open_pool = partial(open_dry_pool, disk)
     engine = assemble(scene.model, scene.optimizer, config, device, blueprint, tuning, comm)

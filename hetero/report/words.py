@@ -59,6 +59,7 @@ REASONS = {
     "fail": "its fetch failed",
     "end": "still there when recording ended",
     "gradient": "a gradient goes home",
+    "addend": "a gradient of some rank comes up, to be summed on HBM",
     "activations": "activations make room, or come back",
     "step": "an update",
     "": "not said",

@@ -192,7 +192,8 @@ def outcome_of(fault: Fault) -> Outcome:
         ends = outcomes(fault.n_ranks, trained, fault, folder)
         ended = time.monotonic()
         if not (folder / "began").exists():
-            return Outcome(0.0, "the fault did not come")
+            texts = [end.text for end in ends if isinstance(end, Died)]
+            return Outcome(0.0, "; ".join(["the fault did not come", *texts]))
         seconds = ended - float((folder / "began").read_text())
         wrong = [*_wrong_ends(fault, ends), *_wrong_checkpoints(fault, folder)]
     return Outcome(seconds, "; ".join(wrong))

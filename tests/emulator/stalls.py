@@ -44,14 +44,17 @@ ADDENDS = Place("gradients/crossing.py", "cross")
 SUM = Place("gradients/ring.py", "bring_up")
 NORM_OF_RANKS = Place("gradients/slot.py", "norm_of")
 TOLD = Place("gradients/shared.py", "share_norms")
+SUMMED = Place("gradients/device_sums.py", "add")
+SHARE_ON_HBM = Place("memory/share.py", "value")
+"""Of a gradient on HBM that is put together for its norm."""
 FROM_DISK = Place("memory/below.py", "fetch")
 STAGED = Place("device/staging.py", "_land")
 """On the threads that copy between stages and memory that is not page-locked."""
-RANKS = {ADDENDS}
+RANKS = {ADDENDS, SUMMED}
 """Of ranks that share a model, on the thread that sends gradients."""
 CLIPPING = {NORM, CLIPPED_GRADIENT}
 CLIPPING_SUMS = CLIPPING | {SUM, STAGE_FULL}
-CLIPPING_RANKS = CLIPPING | {SUM, NORM_OF_RANKS, TOLD}
+CLIPPING_RANKS = CLIPPING | {SUM, NORM_OF_RANKS, TOLD, SHARE_ON_HBM}
 PLACES = {*ALWAYS, *OFFLOADING, *CLIPPING_RANKS, *RANKS, FINITE, FROM_DISK, STAGED, STAGE_FULL}
 
 

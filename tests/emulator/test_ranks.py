@@ -35,6 +35,7 @@ READ: list[tuple[int, dict[str, Any]]] = [
     ),
 ]
 CODED = {"precision": "bf16", "frozen": "int8", "hbm": 80_000}
+ON_HBM = {"precision": "bf16", "hbm": 120_000, "max_grad_norm": 0.5}
 ON_DISK = {"hbm": 4_000_000, "chunk_bytes": 4096, "host": 3_600_000, "nvme": "a folder"}
 GATHERED: list[tuple[int, dict[str, Any]]] = [
     (2, {"settings": {"max_grad_norm": 0.5}, "machines": [0, 1]}),
@@ -43,6 +44,8 @@ GATHERED: list[tuple[int, dict[str, Any]]] = [
     (4, {"settings": {"mesh": {"dp_replicate": 2, "dp_shard": 2}}, "machines": [0, 1, 0, 1]}),
     (2, {"settings": {"pinned": 2**17, "activations": "offload"}, "machines": [0, 1]}),
     (2, {"settings": ON_DISK, "width": 128, "n_blocks": 14}),
+    (2, {"settings": ON_HBM, "machines": [0, 1], "on_hbm": True}),
+    (4, {"settings": {**ON_HBM, "pinned": 2**17}, "machines": [0, 0, 1, 1], "on_hbm": True}),
 ]
 """Of ranks whose copy is on several machines, or weights on disk: they gather shares in frames on
 their devices."""

@@ -13,7 +13,8 @@ from hetero.errors import BudgetError, StateError
 from hetero.events import EventLog
 from hetero.io import ALIGN, Folder
 from hetero.memory.extent import PinSpan, PinUse, Request
-from hetero.memory.home import DeviceHome, DiskHome, Home, HostHome, cut, memory_of
+from hetero.memory.hbmhome import DeviceHome
+from hetero.memory.home import DiskHome, Home, HostHome, cut, memory_of
 from hetero.memory.homestore import HomeStore
 from hetero.memory.layout import Bucket, ParamSpec, build_layout
 from hetero.memory.ledger import Ledger

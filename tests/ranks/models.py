@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import hetero
-from hetero.api import prepare_tuned
+from hetero.api import engine_of, prepare_tuned
 from hetero.config import Config
 from hetero.train.engine.tuning import Tuning
 
@@ -75,6 +75,8 @@ class Run:
         default_factory=lambda: {"device": "cpu:sim", "hbm": 60_000, "chunk_bytes": 1024}
     )
     one_sided: bool = True
+    homes_on_hbm: bool | None = None
+    """As `Tuning.homes_on_hbm`."""
     slow: int | None = None
     """The rank whose updates take long."""
     width: int = 24
@@ -107,6 +109,8 @@ class Found:
     states: dict[int, dict[str, Any]]
     norms: list[float]
     status: Any = None
+    on_hbm: frozenset[int] = frozenset()
+    """Buckets whose homes were on HBM at the end."""
 
 
 def by_torch(run: Run, n_ranks: int) -> Found:
@@ -148,7 +152,7 @@ def _trained(run: Run, ranks: list[tuple[int, float]], mesh: Any) -> Found:
     model, plain = built(run)
     config = Config.load(mesh=mesh, **run.settings)
     late = partial(time.sleep, 0.03) if run.slow in [rank for rank, _ in ranks] else None
-    tuning = Tuning(one_sided=run.one_sided, pause=late)
+    tuning = Tuning(one_sided=run.one_sided, homes_on_hbm=run.homes_on_hbm, pause=late)
     _, optimizer = prepare_tuned(model, plain, config, tuning)
     norms = []
     for step in range(run.steps):
@@ -161,10 +165,11 @@ def _trained(run: Run, ranks: list[tuple[int, float]], mesh: Any) -> Found:
         optimizer.step()
         optimizer.zero_grad()
     status = hetero.status(model)
+    on_hbm = frozenset(engine_of(model).setup.store.places.on_hbm)
     before = found(model, optimizer, norms)
     _, plain = hetero.release(model, optimizer)
     after = found(model, plain, norms)
-    after.status = status
+    after.status, after.on_hbm = status, on_hbm
     assert_same(before, after, exact=run.settings.get("precision", "fp32") == "fp32")
     return after
 

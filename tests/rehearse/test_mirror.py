@@ -65,6 +65,7 @@ def test_sums_wait_for_the_network_and_for_the_memory_of_a_machine() -> None:
     comm.outbox(8 * 10**6)
 
     found = comm.exchange("bucket").wait()
+    comm.summed(9 * 10**6)
 
     # four ranks are on another machine; four here each read eight addends and write one sum
     wire, summed = 4 * 10**6 / FAR, machine.host.memory_seconds(9 * 4 * 10**6)
@@ -78,6 +79,7 @@ def test_groups_wait_for_their_own_memory_and_for_sums_of_others() -> None:
     comm.outbox(8 * 10**6)
 
     found = comm.exchange("bucket").wait()
+    comm.summed(5 * 2 * 10**6)
 
     # four ranks each read four addends of two shares, and write two sums
     assert dry.now() == pytest.approx(machine.host.memory_seconds(5 * 4 * 2 * 10**6))
@@ -85,6 +87,7 @@ def test_groups_wait_for_their_own_memory_and_for_sums_of_others() -> None:
 
     before = dry.now()
     found = comm.pass_on(bytes_of(dry, 2 * 2 * 10**6), "bucket").wait()
+    comm.summed(3 * 2 * 10**6)
 
     # one sum goes to the other machine; four ranks each read two and write one
     wire, summed = 2 * 10**6 / FAR, machine.host.memory_seconds(3 * 4 * 2 * 10**6)

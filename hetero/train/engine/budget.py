@@ -22,12 +22,15 @@ from hetero.plan.division import Division, Hbm
 from hetero.plan.placement import BucketHomes
 from hetero.train.engine.blueprint import Blueprint
 from hetero.train.engine.check import pages, tables
-from hetero.train.engine.hbm_homes import first_homes, total_bytes
+from hetero.train.engine.hbm_homes import first_homes, movable_homes, total_bytes
 from hetero.train.engine.spill import Spill, draw_spill, draw_way, passing_bytes
+from hetero.train.gradients.crossing import workspace_for
+from hetero.train.gradients.device_sums import SumSpace
 from hetero.types import format_bytes
 
 CUDA_SHARE = 0.95  # of free HBM, when no budget is given
 CPU_FRAMES = 4  # 1/4 of RAM is for frames, when no budget is given for them
+NO_SUMS = SumSpace()
 SETTING = "activations='auto', "
 CUDA_RESIDENT = 1.5  # a model is kept on the device when its states fit this many times
 
@@ -51,6 +54,8 @@ class Budget:
     """RAM for homes, as measured; None if it was given, or homes lie elsewhere too."""
     slack_bytes: int = 0
     """Of the device, that a given budget leaves to others."""
+    sums: SumSpace = NO_SUMS
+    """For sums over ranks at homes on the device; a part of the buffers."""
     division: Division | None = None
     """How HBM is divided since the last border; None before activations were measured."""
     divisible: Hbm = field(init=False)
@@ -69,6 +74,12 @@ class Budget:
         self.on_hbm = on_hbm
         rest = self.divisible.total_bytes - total_bytes(on_hbm)
         self.divisible = replace(self.divisible, total_bytes=rest)
+
+    def without_sums(self) -> None:
+        """Give up the room for sums over ranks: others read homes where they lie, in RAM."""
+        self.buffer_bytes -= self.sums.n_bytes
+        self.sums = NO_SUMS
+        self.divisible = replace(self.divisible, buffer_bytes=self.buffer_bytes)
 
     @property
     def activation_bytes(self) -> int:
@@ -154,20 +165,28 @@ def decide(
     extent_numel: int | None = None,
     *,
     comm: Comm = ALONE_COMM,
+    may_rise: bool = False,
 ) -> Budget:
     """Divide the memory before anything is allocated: all ranks divide theirs alike.
 
+    ``may_rise``: whether homes may be on HBM.
     Raises ConfigError for a budget larger than the machine; BudgetError, naming the smallest one
     that works, for one that is too small.
     """
     tensors = (*model.buffers(), *(param for _, param in tables(model)))
+    sums = NO_SUMS
+    if plan.is_shared and may_rise:
+        rising = {homes.bucket for homes in movable_homes(plan, is_cuda=device.is_cuda)}
+        risen = (bucket for bucket in plan.layout.buckets if bucket.id in rising)
+        sums = workspace_for(risen, config.sum_group)
     buffers = sum(map(bytes_of, tensors)) + plan.workspace_bytes(is_cuda=device.is_cuda)
+    buffers += sums.n_bytes
     memory = available(model, config, device, plan, buffers, comm.n_local)
     rows = comm.agree(str(memory.host).encode(), "bytes of RAM")
     memory = memory._replace(host=min(map(int, rows)))
     stays = stays_resident(plan, memory.hbm, is_cuda=device.is_cuda)
     slack = max(0, (free_hbm(model, device) or 0) - (memory.hbm or 0))
-    budget = Budget(plan, memory.hbm, buffers, stays=stays, slack_bytes=slack)
+    budget = Budget(plan, memory.hbm, buffers, stays=stays, slack_bytes=slack, sums=sums)
     way = bool(config.nvme) and config.activations == "offload"
     if not stays:
         check_hbm(budget)

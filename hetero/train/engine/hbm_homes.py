@@ -23,7 +23,8 @@ def movable_homes(
     """Return the buckets whose homes may be on HBM, with their bytes, the most useful first.
 
     Updates of parameters that keep their dtype are torch's own: on CUDA, they are not known to give
-    the same bits as on the CPU, so such parameters keep their place. Homes on disk stay there.
+    the same bits as on the CPU, so such parameters keep their place. Homes on disk stay there, and
+    shares of tensors that ranks put together for an update.
     ``sums``: whether several gradients add up, which takes fp32 where there are masters.
     """
     disk = {bucket for _, bucket in on_disk}
@@ -34,6 +35,7 @@ def movable_homes(
         and plan.element_bytes(bucket)
         and bucket.id not in disk
         and (plan.may_update_anywhere(bucket) or not is_cuda)
+        and not (plan.is_shared and plan.whole_tensors(bucket))
     ]
     usual = sorted(homes.n_bytes for homes in found)[len(found) // 2] if found else 0
     return sorted(found, key=lambda homes: (homes.n_bytes <= WIDE * usual, homes.bucket))

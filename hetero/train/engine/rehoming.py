@@ -36,6 +36,7 @@ class Rehoming:
         self._stepper = trained.stepper
         self._meter = meter
         self._places = setup.store.places
+        self._is_shared = setup.blueprint.is_shared
         self._fixed = {homes.bucket: homes.n_bytes for homes in setup.budget.on_hbm}
         self._lists = [movable(setup, sums=sums) for sums in (False, True)]
         self._sizes = [{h.bucket: h.n_bytes for h in homes} for homes in self._lists]
@@ -64,12 +65,16 @@ class Rehoming:
 
     def stuck(self, buckets: Collection[int]) -> frozenset[int]:
         """Return those of the buckets of which the user's code holds a tensor."""
+        if self._is_shared:
+            return frozenset()
         if buckets and self._stepper is not None:
             self._stepper.finish()  # its updates' references to states look like a user's
         return frozenset(b for b in buckets if self._is_held(self._setup.buckets[b]))
 
     def _is_held(self, bucket: Bucket) -> bool:
-        """Whether the user's code holds a weight at home, or a state."""
+        """Whether the user's code holds a weight at home, or a state. Of shares it has copies."""
+        if self._is_shared:
+            return False
         copy = self._manager.copies[bucket.id]
         if copy.is_shown or copy.home.views.held or self.optimizer is None:
             return True
@@ -110,7 +115,11 @@ class Rehoming:
         if self._stepper is not None:
             self._stepper.finish()  # its updates' references to states look like a user's
         setup.saver.wait_for(bucket.id)
-        self._manager.flush_and_wait(bucket.id)
+        if self._is_shared:  # to write, ranks would have to meet; and they need not move alike
+            self._manager.finish_update(bucket.id)
+            self._manager.let_write(bucket.id)
+        else:
+            self._manager.flush_and_wait(bucket.id)
         if self._is_held(bucket) or not self._has_room(bucket, tier):
             return False
         with self._meter.changing():
@@ -143,13 +152,11 @@ class Rehoming:
 
     def _has_room(self, bucket: Bucket, tier: Tier) -> bool:
         """Whether a tier holds a bucket's homes as they are now."""
-        sizes = [
-            home.part(slice(None)).nbytes for _, home in self._setup.store.of_bucket(bucket.id)
-        ]
+        needed = self._setup.store.bytes_of(bucket.id)
         free = self._setup.ledger.free(tier)
         if free is None and tier is Tier.HOST:
             free = self._setup.ram()
-        return free is None or sum(sizes) <= free
+        return free is None or needed <= free
 
     def _set(self, bucket: Bucket, tier: Tier) -> None:
         on_hbm = self._places.on_hbm
@@ -172,11 +179,10 @@ class Rehoming:
 
 def movable(setup: Setup, *, sums: bool) -> list[BucketHomes]:
     """Return the homes of a prepared model that may move to HBM; none if that saves nothing."""
-    device, wanted = setup.device, setup.tuning.homes_on_hbm
-    wanted = device.is_cuda if wanted is None else wanted
-    if not wanted or setup.inner is None or device.same_ram or setup.budget.hbm is None:
+    device = setup.device
+    if not setup.tuning.may_rise(device) or setup.inner is None or setup.budget.hbm is None:
         return []
-    if setup.comm.size > 1:
+    if setup.comm.size > 1 and not setup.store.is_gathered:  # others read them where they lie
         return []
     fixed, places = {homes.bucket for homes in setup.budget.on_hbm}, setup.store.places
     found = movable_homes(

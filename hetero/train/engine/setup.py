@@ -157,8 +157,14 @@ def set_up(
     """Divide the memory and open the tiers; nothing of the model is touched."""
     for folder in open_folders(config, device, tuning):  # validate nvme= even if nothing spills
         folder.close()
-    budget = decide(model, config, device, blueprint, tuning.extent_numel, comm=comm)
+    budget = decide(
+        *(model, config, device, blueprint, tuning.extent_numel),
+        comm=comm,
+        may_rise=tuning.may_rise(device) and inner is not None,
+    )
     comm = nearest(comm, budget, blueprint)
+    if comm.node is not None:
+        budget.without_sums()
     check_device(device, comm)
     comm.open_gathers(device)
     budgets = {Tier.HBM: budget.hbm, Tier.HOST: config.host, Tier.NVME: config.nvme_bytes}

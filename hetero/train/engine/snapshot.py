@@ -77,7 +77,7 @@ def of_home(name: Name, home: Home, segment: Segment, bucket: int) -> Part:
         load = partial(_load_run, home, items, mine)
         return Part(name, dtype, shape, bucket, save, lambda read, _: load(read), kept)
     order = order_of(spec.shape, spec.stride)
-    if home.device.type != "cpu" or (order and not home.is_share):
+    if not home.is_share and (home.device.type != "cpu" or order):
         save = partial(_save_whole, partial(home.read, segment))
     lies = order if home.is_share else ()
     taken = partial(_load_home, home, segment, order)
@@ -101,7 +101,7 @@ def empty_in(order: Order, shape: Sequence[int], dtype: torch.dtype) -> torch.Te
 
 def _load_home(home: Home, segment: Segment, order: Order, read: Read, given: Order) -> None:
     items = home.items(segment.offset, segment.end)
-    if given == order and home.device.type == "cpu":
+    if given == order and (home.is_share or home.device.type == "cpu"):
         _load_run(home, items, home.own(items), read)
     else:
         put = partial(home.write, segment)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from hetero.errors import StorageError, too_early
+from hetero.memory.manager import PARAM
 from hetero.memory.shown import refresh
 from hetero.plan.division import Division
 from hetero.train.engine.backward_updates import is_seen
@@ -196,9 +197,10 @@ class HomeSteps(NoSteps):
         if update.fresh or at_once:
             job.wait()
             self.setup.device.touched(update.touched_bytes)
-            for _, home in store.of_bucket(bucket.id):
+            for name, home in store.of_bucket(bucket.id):
                 home.rewritten()
-                refresh(home)
+                if name != PARAM:  # whose copies showed the new values as the update ended
+                    refresh(home)
         self.residence.updated(bucket)
 
     def _seen(self, optimizer: Optimizer) -> set[int]:

@@ -103,10 +103,11 @@ class Tradeoff:
 
     def _traffic(self, homes: Sequence[BucketHomes], pace: float) -> dict[int, Traffic]:
         sizes = {each.bucket: each.n_bytes for each in homes}
+        shared = self._layout.is_shared  # the rest is gathered, and addends leave, in any case
         return {
             bucket.id: Traffic(
-                bucket.n_bytes,
-                bucket.n_bytes if bucket.trainable else 0,
+                bucket.home_bytes if shared else bucket.n_bytes,
+                bucket.n_bytes if bucket.trainable and not shared else 0,
                 pace * bucket.numel if bucket.trainable else 0.0,
                 sizes.get(bucket.id, 0),
             )

@@ -103,7 +103,7 @@ def make_grads(
     )
     make: Callable[..., GradStore] = GradStore
     if setup.comm.size > 1:
-        make = partial(SharedGradStore, comm=setup.comm, link=link)
+        make = partial(SharedGradStore, comm=setup.comm, link=link, space=setup.budget.sums)
     return make(
         setup.params,
         setup.blueprint.layout,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from hetero.device import Device
 from hetero.io import IO
 from hetero.jobs import Slice, Worker
 from hetero.memory.pool import Pool, open_pool
@@ -48,3 +49,8 @@ class Tuning:
     """Threads that read and write the NVME tier; None: chosen by measuring the drive."""
     checked: bool = True
     """Whether bytes on disk are checksummed (benchmarks measure the cost)."""
+
+    def may_rise(self, device: Device) -> bool:
+        """Whether homes of a paged model may be on HBM."""
+        wanted = device.is_cuda if self.homes_on_hbm is None else self.homes_on_hbm
+        return wanted and not device.same_ram

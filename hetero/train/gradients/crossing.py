@@ -11,7 +11,7 @@ made where it begins.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from operator import attrgetter
@@ -28,12 +28,14 @@ from hetero.memory.extent import PinUse, overlap
 from hetero.memory.home import Home
 from hetero.memory.layout import Bucket, Layout, Segment, row
 from hetero.memory.link import Link
+from hetero.train.gradients.device_sums import DeviceSums, SumSpace
 from hetero.train.gradients.rank_sums import Sum, add_up, inside, sum_dtype
 from hetero.train.model.host_work import host_work
 from hetero.types import Kind, Lane
 
 PARTS = 16  # exchanges of a bucket: buffers are then small compared with the states
 LEAST_PART, MOST_PART = 2**12, 2**20  # elements of each share in one of them: a call takes longer
+CARVED = 512  # bytes: carvings begin at multiples, as torch's own allocations do
 _offset_of, _end_of = attrgetter("offset"), attrgetter("end")
 
 
@@ -90,6 +92,16 @@ def part_numel(bucket: Bucket) -> int:
     return min(bucket.share_numel, max(LEAST_PART, min(-(-bucket.share_numel // PARTS), MOST_PART)))
 
 
+def workspace_for(buckets: Iterable[Bucket], sum_group: int) -> SumSpace:
+    """Return what sums at homes of some buckets on a device take there."""
+    slot = partial = 0
+    for bucket in buckets:
+        wide, numel = sum_dtype(bucket).itemsize, part_numel(bucket)
+        slot = max(slot, numel * (wide if sum_group > 1 else bucket.dtype.itemsize))
+        partial = max(partial, numel * wide)
+    return SumSpace(*(-(-n_bytes // CARVED) * CARVED for n_bytes in (slot, partial)))
+
+
 class Crossing:
     """One bucket on its way; ends where time is modelled when that time has come."""
 
@@ -141,7 +153,9 @@ class Sources:
 class Crossings:
     """Makes crossings, one after the other."""
 
-    def __init__(self, comm: Comm, device: Device, link: Link, cores: Cores) -> None:
+    def __init__(
+        self, comm: Comm, device: Device, link: Link, cores: Cores, space: SumSpace
+    ) -> None:
         self._comm = comm
         self._device = device
         self._link = link
@@ -152,8 +166,11 @@ class Crossings:
         if is_aside and not device.is_cuda:  # two teams of torch's threads hinder each other
             self._cores = cores.one
         self._last: Job | None = None
+        self._on_device = DeviceSums(device, link, space) if space.n_bytes else None
         self._group_sums = torch.empty(0, device="cpu")  # on their way to the ranks of their shares
         comm.lock_outboxes(device)
+        if self._on_device is not None:
+            comm.lock_inboxes(device)
 
     def begin(self, crossing: Crossing) -> None:
         """Begin a crossing after the ones before it; all ranks begin the same."""
@@ -303,8 +320,8 @@ class Crossings:
         """Sum a part of this rank's share, of which each rank has sent its addends."""
         bucket, numel = load.bucket, part.stop - part.start
         self._count(bucket, (self._comm.size - 1) * numel * bucket.dtype.itemsize)
-        factors = self._factors(load)
-        self._sum_home(load, part, self._of(parts, bucket.dtype), factors, self._comm.sum_group)
+        group = self._comm.sum_group
+        self._sum_home(load, part, parts, bucket.dtype, self._factors(load), group)
 
     def _sum_own_group(
         self, load: Load, part: slice, parts: Sequence[torch.Tensor], relay: Relay
@@ -313,6 +330,7 @@ class Crossings:
         bucket, numel = load.bucket, part.stop - part.start
         n_arrived = (len(relay.members) - 1) * len(relay.shares) * numel
         self._count(bucket, n_arrived * bucket.dtype.itemsize)
+        self._comm.summed(sum(each.nbytes for each in parts) + parts[0].nbytes)
         if not self._device.has_bytes:
             n_bytes = len(relay.shares) * numel * sum_dtype(bucket).itemsize
             return self._device.arena(n_bytes).carve(0, n_bytes)
@@ -340,26 +358,55 @@ class Crossings:
         parts, part, bucket = self._join(passed.addends), passed.part, load.bucket
         dtype = sum_dtype(bucket)
         self._count(bucket, (len(parts) - 1) * (part.stop - part.start) * dtype.itemsize)
-        self._sum_home(load, part, self._of(parts, dtype), [], 1)
+        self._sum_home(load, part, parts, dtype, [], 1)
 
     def _sum_home(
         self,
         load: Load,
         part: slice,
-        values: Sequence[torch.Tensor],
+        parts: Sequence[torch.Tensor],
+        dtype: torch.dtype,
         factors: Sequence[float],
         sum_group: int,
     ) -> None:
-        """Add a part of this rank's share at home; a sum's ranks are numbers of ``values``."""
+        """Add a part of this rank's share at home; a sum's ranks are numbers of ``parts``."""
         first = load.bucket.share(self._comm.rank).start + part.start
+        here = inside(load.sums, slice(first, first + part.stop - part.start))
+        values = self._of(parts, dtype)
+        if load.home.on_device:
+            self._sum_on_device(load, here, parts, values, first, factors, sum_group)
+            return
+        self._comm.summed(sum(each.nbytes for each in parts) + parts[0].nbytes)
         with self._cores():
-            for each in inside(load.sums, slice(first, first + part.stop - part.start)):
+            for each in here:
                 use = PinUse.WRITE if each.adds else PinUse.FRESH
                 for run in load.home.runs(each.run.start, each.run.stop, use):
                     total = load.home.part(run)
                     if values:
                         one = each._replace(run=run)
                         add_up(total, one, values, first, factors, sum_group)
+
+    def _sum_on_device(
+        self,
+        load: Load,
+        sums: Iterable[Sum],
+        parts: Sequence[torch.Tensor],
+        values: Sequence[torch.Tensor],
+        first: int,
+        factors: Sequence[float],
+        sum_group: int,
+    ) -> None:
+        assert self._on_device is not None  # where there are such homes
+        if not values:
+            self._on_device.pass_time(sum(each.nbytes for each in parts), load.bucket.id)
+            return
+        self._on_device.add(
+            *(load.home, sums, values, first),
+            factors=factors,
+            sum_group=sum_group,
+            after=load.made,
+            bucket=load.bucket.id,
+        )
 
     def _factors(self, load: Load) -> list[float]:
         return [f for f in (load.unscale, 1 / self._comm.size) if f != 1.0]

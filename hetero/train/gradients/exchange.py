@@ -25,6 +25,7 @@ from hetero.memory.home import Home
 from hetero.memory.layout import Bucket, Layout, Segment
 from hetero.memory.link import Link
 from hetero.train.gradients.crossing import Crossing, Crossings, Load, Sources
+from hetero.train.gradients.device_sums import SumSpace
 from hetero.train.gradients.rank_sums import Sum
 from hetero.train.gradients.ring import GradRing
 
@@ -38,6 +39,7 @@ class Exchange:
 
     Args:
         ring: bounds the addends that are held on the device until they have left.
+        space: for sums at homes on the device.
         expected: returns the positions of a bucket's segments whose gradients a pass makes.
         opens: see `Open`; called for each gradient that any rank has.
         closed: called with it when its sum is at home.
@@ -52,6 +54,7 @@ class Exchange:
         link: Link,
         ring: GradRing,
         cores: Cores,
+        space: SumSpace,
         home: Callable[[Bucket], Home],
         expected: Callable[[Bucket], set[int]],
         opens: Open,
@@ -74,7 +77,7 @@ class Exchange:
         self._next = 0
         self._addends: dict[int, dict[int, torch.Tensor]] = {b.id: {} for b in self._order}
         self._exchanged: set[int] = set()  # buckets of this pass
-        self._crossings = Crossings(comm, device, link, cores)
+        self._crossings = Crossings(comm, device, link, cores, space)
         self._crossing: deque[tuple[Crossing, list[Segment]]] = deque()
         """Buckets under way, with the gradients that any rank has."""
         self._torn: set[int] = set()
@@ -132,6 +135,11 @@ class Exchange:
             return
         self._completed = None
         self._order.sort(key=lambda bucket: places.get(bucket.id, len(told)))
+
+    def settle(self, bucket: Bucket) -> None:
+        """Wait for the sums of a bucket that are being made: its homes may move then."""
+        while any(crossing.bucket is bucket for crossing, _ in self._crossing):
+            self._finish_oldest()
 
     def forget(self) -> list[Segment]:
         """Drop the addends of a pass that failed; return the gradients that lack some."""

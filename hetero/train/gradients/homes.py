@@ -60,7 +60,7 @@ class GradHomes:
         if (WIDE, bucket.id) in self.store.homes:
             return self.store.homes[WIDE, bucket.id]
         if bucket.id in self.store.places.on_hbm:
-            with self._growing(bucket.numel * torch.float32.itemsize):
+            with self._growing(bucket.share_numel * torch.float32.itemsize):
                 return self.store.get(Kind.GRAD, WIDE, bucket, torch.float32)
         self._check_sums()
         return self.store.get(Kind.GRAD, WIDE, bucket, torch.float32)

@@ -17,6 +17,7 @@ from hetero.errors import DivergenceError, StateError
 from hetero.memory.layout import Bucket, Segment
 from hetero.memory.link import Link
 from hetero.train.gradients.crossing import exchange_bytes
+from hetero.train.gradients.device_sums import SumSpace
 from hetero.train.gradients.exchange import Exchange
 from hetero.train.gradients.homes import shaped
 from hetero.train.gradients.slot import (
@@ -25,24 +26,11 @@ from hetero.train.gradients.slot import (
     GradSlot,
     GradState,
     LazyGrad,
+    Unsummed,
 )
 from hetero.train.gradients.store import GradStore, assert_dense
 from hetero.train.model.host_work import host_work
 from hetero.types import Kind
-
-
-class Unsummed:
-    """Stands for the end of a gradient's way home while other ranks' addends are missing."""
-
-    done = False
-
-    def __init__(self, why: str, advice: str) -> None:
-        self._why = why
-        self._advice = advice
-
-    def wait(self) -> None:
-        raise StateError(self._why, advice=self._advice)
-
 
 UNSUMMED = Unsummed(
     "a gradient is read before its backward pass is over: it is summed over ranks then",
@@ -66,8 +54,9 @@ class SharedGradStore(GradStore):
     leases = False
     takes_graphs = False
 
-    def __init__(self, *args: Any, comm: Comm, link: Link, **named: Any) -> None:
+    def __init__(self, *args: Any, comm: Comm, link: Link, space: SumSpace, **named: Any) -> None:
         super().__init__(*args, **named)
+        self.homes.expects_sums = True
         self._comm = comm
         self._keeps = False
         self._kept: dict[int, None] = {}  # parameters whose ``p.grad`` is of this rank alone
@@ -82,6 +71,7 @@ class SharedGradStore(GradStore):
             link=link,
             ring=self.ring,
             cores=named["cores"],
+            space=space,
             home=self.homes.of,
             expected=self._trained,
             opens=self._open,
@@ -167,6 +157,11 @@ class SharedGradStore(GradStore):
         self._kept.clear()
         self._addends.clear()
         super().finish()
+        self.homes.expects_sums = True  # of ranks
+
+    def rehome(self, name: str, bucket: Bucket) -> None:
+        self._exchange.settle(bucket)
+        super().rehome(name, bucket)
 
     def _kept_addends(self) -> list[tuple[GradSlot, torch.Tensor]]:
         """Return addends of no_sync with the gradients to which they go, if they are there still.

@@ -98,6 +98,19 @@ def whole_norm(grad: torch.Tensor, ord: float, *, in_fp32: bool) -> torch.Tensor
     return norm
 
 
+class Unsummed:
+    """Stands for the end of a gradient's way home while other ranks' addends are missing."""
+
+    done = False
+
+    def __init__(self, why: str, advice: str) -> None:
+        self._why = why
+        self._advice = advice
+
+    def wait(self) -> None:
+        raise StateError(self._why, advice=self._advice)
+
+
 class GradOwner(Protocol):
     early: EarlyReads
     homes: GradHomes
@@ -179,6 +192,11 @@ class GradSlot:
         if self.state is GradState.TAKEN or self.factors != NONE or self.n_flying:
             return False
         return self.landing is None or self.landing.done
+
+    @property
+    def is_unsummed(self) -> bool:
+        """Whether other ranks' addends are missing."""
+        return isinstance(self.landing, Unsummed)
 
     def land_copy(self) -> None:
         """Wait for the copy that writes it home, if there is one."""
@@ -312,7 +330,7 @@ class GradSlot:
         """Take the norm of the bytes at home, on the device, as torch does of ``p.grad``: whichever
         tier they are on, its bits are the same."""
         owner, home = self.owner, self.stored()
-        if not self.home.on_device:
+        if not self.home.on_device or self.home.is_share:  # whose parts meet on HOST
             bucket = owner.homes.layout.bucket(self.segment)
             home = owner.ring.bring_up(home, owner.place, bucket=bucket.id)
         return whole_norm(home, ord, in_fp32=self.has_master)

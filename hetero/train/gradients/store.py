@@ -416,7 +416,8 @@ class GradStore:
         old = store.homes[name, bucket.id]
         held = [slot for slot in self._slots_in(bucket) if slot.home is old]
         for slot in held:
-            slot.land()
+            if not slot.is_unsummed:
+                slot.land()
         if all(slot.state is GradState.TAKEN for slot in held):
             store.drop(name, bucket.id)
             return

@@ -140,13 +140,14 @@ class Bench:
             size = bucket.chunk_numel * max(1, self.at_once(bucket, numel) // bucket.chunk_numel)
             size = pool.extent_numel if pool.spills else size
         param = self.param(bucket)
+        runs = list(kept_runs(piece.slices(size), param.kept))
         if param.on_device:
             update.on_device = True
             kept = [param, *states.values(), *self.lows(bucket)]
             sizes = [2 * home.item_dtype.itemsize for home in kept]
             sizes.append(self.grads.of(bucket).item_dtype.itemsize)
-            update.touched_bytes += sum(sizes) * piece.numel
-        for run in kept_runs(piece.slices(size), param.kept):
+            update.touched_bytes += sum(sizes) * sum(run.stop - run.start for run in runs)
+        for run in runs:
             if not pool.spills:
                 update.slices.append(partial(work, run))
                 continue
