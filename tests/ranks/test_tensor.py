@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
 
 import hetero
 from hetero.errors import ConfigError, HeteroError, StateError
@@ -32,6 +34,7 @@ from tests.ranks.tensor_models import (
     masters_by_torch,
     mesh_of,
     micro_batches_by_torch,
+    torch_clip,
     train,
     weights_of,
     whole,
@@ -212,6 +215,45 @@ def use_as_torch(rank: int) -> list[str]:
     twin = copy.deepcopy(model)
     odd += differing(weights_of(twin), weights_of(plain))
     return odd + differing(weights_of(model), weights_of(plain))
+
+
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.embed = nn.Embedding(64, 48)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.embed(words)
+        return out
+
+
+def test_the_norm_of_a_cut_gradient_is_that_of_the_whole() -> None:
+    for norms, expected in run_ranks(2, norms_of_words):
+        assert norms == expected
+
+
+def norms_of_words(rank: int) -> list[list[float]]:
+    """Return the norms of sums of two passes, by hetero and by torch."""
+    found: list[list[float]] = []
+    for paged in (True, False):
+        plan = {"embed": RowwiseParallel(input_layouts=Replicate())}
+        model: nn.Module = parallelize_module(Words(), mesh_of(TensorRun()), plan)
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+        if paged:
+            model, optimizer = hetero.prepare(model, optimizer, **{**TIGHT, "hbm": 200_000})
+        norms = []
+        for step in range(16):
+            for micro in (2 * step, 2 * step + 1):
+                source = torch.Generator().manual_seed(micro)
+                words = torch.randint(0, 64, (40,), generator=source)
+                (model(words) * torch.randn(40, 48, generator=source)).sum().backward()
+            clip = optimizer.clip_grad_norm_ if paged else partial(torch_clip, model.parameters())
+            norms.append(float(clip(1.0)))
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(norms)
+    return found
 
 
 # -- more axes -----------------------------------------------------------------------------------
