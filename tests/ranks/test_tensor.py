@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
 
 import hetero
 from hetero.errors import ConfigError, HeteroError, StateError
@@ -32,6 +34,7 @@ from tests.ranks.tensor_models import (
     masters_by_torch,
     mesh_of,
     micro_batches_by_torch,
+    torch_clip,
     train,
     weights_of,
     whole,
@@ -50,21 +53,9 @@ def check(run: TensorRun, n_ranks: int = 2, *, evictions: int = 3, **settings: A
         assert status.evictions >= evictions
 
 
-@pytest.mark.campaign(seconds=3)
-@pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
-@pytest.mark.parametrize("clip", [None, 0.05])
-@pytest.mark.parametrize("passes", [1, 2])
-@pytest.mark.parametrize("style", ["tp", "sequence", "vocabulary"])
-def test_a_paged_tensor_parallel_model_is_plain_torchs(
-    style: str, passes: int, clip: float | None, optimizer: str
-) -> None:
-    if (style, optimizer) == ("tp", "fused"):
-        optimizer = "sgd"  # torch's fused rules refuse plain parameters next to DTensors
-    check(TensorRun(style, optimizer, passes=passes, clip=clip))
-
-
 ROOMY: dict[str, Any] = {"hbm": 40_000}
-KEPT: dict[str, tuple[dict[str, Any], int]] = {  # settings, evictions
+PLACES: dict[str, tuple[dict[str, Any], int]] = {  # settings, evictions
+    "few": ({}, 3),
     "keep": ({**ROOMY, "activations": "keep"}, 3),
     "recompute": ({"activations": "recompute"}, 3),
     "offload": ({**ROOMY, "activations": "offload"}, 3),
@@ -74,22 +65,34 @@ KEPT: dict[str, tuple[dict[str, Any], int]] = {  # settings, evictions
 }
 
 
-@pytest.mark.campaign(seconds=2)
+@pytest.mark.campaign(seconds=3)
+@pytest.mark.parametrize("settings, evictions", PLACES.values(), ids=PLACES)
+@pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
+@pytest.mark.parametrize("clip", [None, 0.05])
+@pytest.mark.parametrize("passes", [1, 2])
 @pytest.mark.parametrize("style", ["tp", "sequence", "vocabulary"])
-@pytest.mark.parametrize("settings, evictions", KEPT.values(), ids=KEPT)
-def test_no_place_of_bytes_changes_a_bit(
-    settings: dict[str, Any], evictions: int, style: str
+def test_a_paged_tensor_parallel_model_is_plain_torchs(
+    style: str,
+    passes: int,
+    clip: float | None,
+    optimizer: str,
+    settings: dict[str, Any],
+    evictions: int,
 ) -> None:
-    check(TensorRun(style, clip=0.05, passes=2), evictions=evictions, **settings)
+    if (style, optimizer) == ("tp", "fused"):
+        optimizer = "sgd"  # torch's fused rules refuse plain parameters next to DTensors
+    run = TensorRun(style, optimizer, passes=passes, clip=clip)
+    check(run, evictions=evictions, **settings)
 
 
+@pytest.mark.slow
 def test_parts_of_tensors_lie_on_disk(tmp_path: Path) -> None:
     """Each rank's homes go to files of its own."""
     run = TensorRun("sequence", clip=0.05, steps=3)
     check(run, host=400_000, nvme=str(tmp_path))
 
 
-@pytest.mark.campaign(seconds=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("style", ["tp", "sequence", "vocabulary"])
 @pytest.mark.parametrize("passes", [1, 2])
 @pytest.mark.parametrize("place", ["pages", "stays"])
@@ -111,7 +114,7 @@ def compared_masters(rank: int, run: TensorRun, settings: dict[str, Any]) -> lis
     return difference(found, expected)
 
 
-@pytest.mark.campaign(seconds=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("frozen", ["int8", "nf4"])
 @pytest.mark.parametrize("style", ["tp", "vocabulary"])
 def test_frozen_parts_lie_at_home_in_code(style: str, frozen: str) -> None:
@@ -135,6 +138,7 @@ def compared_codes(rank: int, run: TensorRun, frozen: str) -> list[str]:
 # -- what users see ------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_states_go_to_and_from_plain_torch_and_its_checkpoints(tmp_path: Path) -> None:
     for odd in run_ranks(2, exchange_states, str(tmp_path)):
         assert not any(odd.values()), odd
@@ -214,10 +218,49 @@ def use_as_torch(rank: int) -> list[str]:
     return odd + differing(weights_of(model), weights_of(plain))
 
 
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.embed = nn.Embedding(64, 48)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.embed(words)
+        return out
+
+
+def test_the_norm_of_a_cut_gradient_is_that_of_the_whole() -> None:
+    for norms, expected in run_ranks(2, norms_of_words):
+        assert norms == expected
+
+
+def norms_of_words(rank: int) -> list[list[float]]:
+    """Return the norms of sums of two passes, by hetero and by torch."""
+    found: list[list[float]] = []
+    for paged in (True, False):
+        plan = {"embed": RowwiseParallel(input_layouts=Replicate())}
+        model: nn.Module = parallelize_module(Words(), mesh_of(TensorRun()), plan)
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+        if paged:
+            model, optimizer = hetero.prepare(model, optimizer, **{**TIGHT, "hbm": 200_000})
+        norms = []
+        for step in range(16):
+            for micro in (2 * step, 2 * step + 1):
+                source = torch.Generator().manual_seed(micro)
+                words = torch.randint(0, 64, (40,), generator=source)
+                (model(words) * torch.randn(40, 48, generator=source)).sum().backward()
+            clip = optimizer.clip_grad_norm_ if paged else partial(torch_clip, model.parameters())
+            norms.append(float(clip(1.0)))
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(norms)
+    return found
+
+
 # -- more axes -----------------------------------------------------------------------------------
 
 
-@pytest.mark.campaign(seconds=4)
+@pytest.mark.campaign(seconds=5)
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize("passes, clip", [(1, None), (2, 0.05)])
 @pytest.mark.parametrize("style", ["tp", "sequence", "vocabulary"])
@@ -266,6 +309,7 @@ class Grid(nn.Module):
         return y.full_tensor()
 
 
+@pytest.mark.slow
 def test_weights_are_cut_along_two_axes_of_a_mesh() -> None:
     for odd, evictions in run_ranks(4, compared_grids):
         assert not odd
