@@ -191,7 +191,8 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 def prepared(model: nn.Module, device: str, hbm: int) -> tuple[nn.Module, Any]:
     where = SimDevice(seed=1) if device == "cpu:sim" else device
     config = Config.load(device=where, hbm=hbm, chunk_bytes=1024, activations="keep")
-    return prepare_tuned(model, sgd(model), config, None)
+    model, optimizer = prepare_tuned(model, sgd(model), config, None)
+    return model, optimizer
 
 
 def passes(model: nn.Module, most: int, number: int, place: str) -> None:
