@@ -76,6 +76,13 @@ class CpuDevice:
         dst.copy_(src)
         return Ticket(lane, 0.0, done=True).was(begin, time.monotonic())
 
+    def is_direct(self, memory: torch.Tensor) -> bool:
+        return True
+
+    def beside(self, work: Callable[[], None], after: Iterable[Ticket], n_bytes: int) -> Ticket:
+        work()
+        return self._done
+
     def wait(self, ticket: Ticket) -> Stall | None:
         return None
 

@@ -112,14 +112,24 @@ class CudaDevice:
             return self._staging.copy(lane, dst, src, after, staged=staged)
         return self._lanes.queue(lane, dst, src, on_lanes(after))
 
+    def is_direct(self, memory: torch.Tensor) -> bool:
+        return self._locked.holds(memory)
+
+    def beside(self, work: Callable[[], None], after: Iterable[Ticket], n_bytes: int) -> Ticket:
+        return self._lanes.beside(work, on_lanes(self._queued(after)))
+
     def launch(self, begin: Callable[[], Collective], after: Iterable[Ticket]) -> Ticket:
         """Queue a collective of another library; see `CudaLanes.launch`. The host waits until
         staged copies of ``after`` are on their lanes."""
-        after = tuple(after)
-        for ticket in after:
+        return self._lanes.launch(begin, on_lanes(self._queued(after)))
+
+    def _queued(self, after: Iterable[Ticket]) -> list[Ticket]:
+        """Return tickets whose copies are all on their lanes."""
+        tickets = [*after]
+        for ticket in tickets:
             if isinstance(ticket, StagedTicket):
                 self._staging.wait(ticket)
-        return self._lanes.launch(begin, on_lanes(after))
+        return tickets
 
     @property
     def clock(self) -> Callable[[], float]:

@@ -175,6 +175,13 @@ class Device(Protocol):
     ) -> Ticket:
         """Queue a copy of equally many bytes on a lane, after the tickets ``after``."""
 
+    def is_direct(self, memory: torch.Tensor) -> bool:
+        """Whether copies of these bytes of HOST go without stages."""
+
+    def beside(self, work: Callable[[], None], after: Iterable[Ticket], n_bytes: int) -> Ticket:
+        """Queue work on the device, after tickets and in no order with compute; any thread may. It
+        reads and writes ``n_bytes``."""
+
     def wait(self, ticket: Ticket) -> Stall | None:
         """Make compute that is queued from now on run after the ticket; returns the stall."""
 

@@ -11,6 +11,8 @@ import torch
 from hetero.device.face import LANES, Ticket, Timing
 from hetero.types import Lane
 
+MADE = (*LANES, Lane.GATHER, Lane.UPDATE)
+
 
 class Collective(Protocol):
     """Work of another library on a stream of its own."""
@@ -20,11 +22,11 @@ class Collective(Protocol):
 
 
 class CudaLanes:
-    """A persistent stream for each copy lane, and one for gathers; it refers to no memory and to no
-    device object."""
+    """A persistent stream for each copy lane, one for gathers and one for updates; it refers to no
+    memory and to no device object."""
 
     def __init__(self, place: torch.device) -> None:
-        self.streams = {lane: torch.cuda.Stream(place) for lane in (*LANES, Lane.GATHER)}
+        self.streams = {lane: torch.cuda.Stream(place) for lane in MADE}
         self.is_timed = False
         """Whether begin and end of what is queued are timed on the device."""
         self._place = place
@@ -41,6 +43,10 @@ class CudaLanes:
         """Queue a collective, after tickets that have events: ``begin`` starts it on the thread
         that asks, in order of the current stream, which is the lane's."""
         return self._run(Lane.GATHER, lambda: begin().wait(), after)
+
+    def beside(self, work: Callable[[], None], after: Iterable[Ticket]) -> Ticket:
+        """Queue kernels, after tickets that have events, in no order with compute's."""
+        return self._run(Lane.UPDATE, work, after)
 
     def _run(self, lane: Lane, queue: Callable[[], object], after: Iterable[Ticket]) -> Ticket:
         stream = self.streams[lane]

@@ -208,6 +208,16 @@ class Home:
         """Yield items [start, end) with their memory, which is pinned already."""
         yield slice(start, end), self.part(slice(start, end))
 
+    def lock(self, device: Device, items: slice) -> None:
+        """Page-lock items, so that copies to and from the device need no stages, as far as may be;
+        until `unlock`."""
+        if self._slab.unlock is None and items.start < self._flat.numel():
+            self._slab.unlock = device.lock(self._flat[items].view(torch.uint8), self._slab)
+
+    def unlock(self) -> None:
+        """Undo page-locking, after every copy."""
+        release_slab(self._slab)
+
     def leave(self, successor: Home) -> None:
         """Give up its memory: its bytes have moved."""
         self.discard()
