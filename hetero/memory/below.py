@@ -104,7 +104,8 @@ class LocalBelow:
         if replica.ready is None:
             return
         self._arrive(replica.ready, replica)
-        replica.ready = None
+        # unread, it may leave: the next copy into its frames may be on another lane
+        replica.idle, replica.ready = replica.ready, None
         bucket, codec = replica.bucket, replica.bucket.codec
         if not codec.exact:  # see [Note: decoded in place]
             end = bucket.segments[-1].end

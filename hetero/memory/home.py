@@ -16,10 +16,9 @@ import torch
 
 from hetero.crc import crc32
 from hetero.device import ALONE, Device, Slab, Ticket, release_slab, use_count
-from hetero.errors import ConfigError
 from hetero.internals import storage_uses
 from hetero.memory.changes import UNSEEN, Changes
-from hetero.memory.codec import ENCODED_AT_ONCE, Codec, NotFinite
+from hetero.memory.codec import ENCODED_AT_ONCE, Codec, NotFinite, refusal
 from hetero.memory.extent import Extent, Extents, PinSpan, PinUse, Request
 from hetero.memory.layout import Bucket, Segment, row
 from hetero.memory.pool import NoPool, Pool
@@ -209,8 +208,7 @@ class Home:
         yield slice(start, end), self.part(slice(start, end))
 
     def lock(self, device: Device, items: slice) -> None:
-        """Page-lock items, so that copies to and from the device need no stages, as far as may be;
-        until `unlock`."""
+        """Page-lock items until `unlock`, as far as may be: copies of them need no stages then."""
         if self._slab.unlock is None and items.start < self._flat.numel():
             self._slab.unlock = device.lock(self._flat[items].view(torch.uint8), self._slab)
 
@@ -305,7 +303,7 @@ class Home:
             try:
                 items = self.codec.encode(piece, self.dtype)
             except NotFinite:
-                raise refusal(segment, self.codec) from None
+                raise refusal(segment.spec.name, self.codec) from None
             self._put(self.codec.items(at), items)
             at += piece.numel()
         if segment in self.copies:
@@ -500,11 +498,3 @@ def shaped(
     """Return part of a slab as a tensor of this geometry, with its own storage."""
     piece = slab.carve(offset_bytes, numel * dtype.itemsize).view(dtype)
     return torch.as_strided(piece, tuple(shape), tuple(stride))
-
-
-def refusal(segment: Segment, codec: Codec) -> ConfigError:
-    return ConfigError(
-        f"parameter {segment.spec.name!r} has weights that are NaN or infinite, which"
-        f" frozen={codec.name!r} cannot hold",
-        advice="repair the weights, or name its module in keep_exact=",
-    )

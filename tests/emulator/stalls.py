@@ -45,11 +45,13 @@ NORM_OF_RANKS = Place("gradients/slot.py", "norm_of")
 FROM_DISK = Place("memory/below.py", "fetch")
 STAGED = Place("device/staging.py", "_land")
 """On the threads that copy between stages and memory that is not page-locked."""
+CARRIED = Place("update/passage.py", "_landing")
+"""On the threads that carry updates through HBM."""
 RANKS = {ADDENDS}
 """Of ranks that share a model, on the thread that sends gradients."""
 CLIPPING = {NORM, CLIPPED_GRADIENT}
 CLIPPING_RANKS = CLIPPING | {NORM_OF_RANKS}
-PLACES = {*ALWAYS, *OFFLOADING, *CLIPPING_RANKS, *RANKS, FINITE, FROM_DISK, STAGED, STAGE_FULL}
+PLACES = {*ALWAYS, *OFFLOADING, *CLIPPING_RANKS, *RANKS, FINITE, FROM_DISK, STAGED, STAGE_FULL, CARRIED}
 
 
 def unexpected(found: Counter[Stall], allowed: Iterable[Place]) -> list[Stall]:

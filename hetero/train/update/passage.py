@@ -23,7 +23,7 @@ from hetero.memory.ledger import Ledger
 from hetero.memory.link import Link
 from hetero.types import Kind, Lane, Tier
 
-N_SLOTS = 4  # one goes up, one comes down, one is updated, and one more hides what threads take
+N_SLOTS = 3  # one goes up, one comes down, and one is updated, or waits while its thread is late
 ALIGN_BYTES = 256  # of a tensor in a slot
 MOST_NUMEL = 2**22  # of a slot: a launcher's thread waits for the interpreter once in 1 ms or more
 LEAST_NUMEL = 2**8
