@@ -51,7 +51,17 @@ RANKS = {ADDENDS}
 """Of ranks that share a model, on the thread that sends gradients."""
 CLIPPING = {NORM, CLIPPED_GRADIENT}
 CLIPPING_RANKS = CLIPPING | {NORM_OF_RANKS}
-PLACES = {*ALWAYS, *OFFLOADING, *CLIPPING_RANKS, *RANKS, FINITE, FROM_DISK, STAGED, STAGE_FULL, CARRIED}
+PLACES = {
+    *ALWAYS,
+    *OFFLOADING,
+    *CLIPPING_RANKS,
+    *RANKS,
+    FINITE,
+    FROM_DISK,
+    STAGED,
+    STAGE_FULL,
+    CARRIED,
+}
 
 
 def unexpected(found: Counter[Stall], allowed: Iterable[Place]) -> list[Stall]:

@@ -36,6 +36,7 @@ def passed_bytes(run: Run, lane: Lane) -> int:
     return engine_of(run.model).setup.stats.n_bytes[lane]
 
 
+@pytest.mark.campaign(seconds=4)
 @pytest.mark.parametrize(
     "train", [six_steps, sums, a_larger_batch, reads_between_steps], ids=lambda f: f.__name__
 )
@@ -75,7 +76,8 @@ def test_only_carriers_wait_for_what_they_carry(watched: None) -> None:
     for number in range(12):
         fake.forget_stalls()
         run.step(number, clip=1.0)
-    assert unexpected(fake.stalls(), ALWAYS | CLIPPING | {CARRIED}) == []
+    found = unexpected(fake.stalls(), ALWAYS | CLIPPING | {CARRIED})
+    assert {stall.where for stall in found} <= {"outside of hetero"}  # the program's own batch
 
 
 def test_states_that_may_not_be_page_locked_are_updated_at_home(watched: None) -> None:

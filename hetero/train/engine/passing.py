@@ -52,6 +52,9 @@ class Passing:
         self._passage.is_only_way = setup.worker.n_carriers == 0
         self._stepper = trained.stepper
         self._share = setup.tuning.passing or 0.0
+        self.last_numel = 0
+        """Parameters whose last update passed."""
+        self._passed_numel = 0  # since the beginning, at the last border
         self._borders = 0  # at which it was open, while it is tried
         self._buckets = passing_buckets(setup)
         sizes = [-(-bytes_of(setup.blueprint, b, sums=True) // b.numel) for b in self._buckets]
@@ -107,7 +110,9 @@ class Passing:
             self._share = 0.0
 
     def apply(self, n_bytes: int) -> None:
-        """Open it if a division of HBM has ``n_bytes`` for it, else close it."""
+        """Open it if a division of HBM has ``n_bytes`` for it, else close it, at a border."""
+        before, self._passed_numel = self._passed_numel, self._passage.passed_numel
+        self.last_numel = self._passed_numel - before
         if not n_bytes:
             self.close()
             return

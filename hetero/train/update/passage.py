@@ -86,6 +86,8 @@ class Passage:
     def __init__(self, device: Device, link: Link, ledger: Ledger) -> None:
         self.numel = 0
         """The most elements of a slice; 0 if it is closed."""
+        self.passed_numel = 0
+        """Of all slices so far."""
         self.is_only_way = False
         """Whether no carriers are there: who updates a slice that may pass carries it."""
         self.share = 0.0
@@ -162,6 +164,8 @@ class Passage:
                 for each, here, up in zip(operands, parts, there, strict=True):
                     if each.is_written:
                         queued.append(self._move(Lane.D2H, here, up, each.kind, bucket, (made,)))
+            with self._changed:
+                self.passed_numel += parts[0].numel()
 
     def _move(
         self,
