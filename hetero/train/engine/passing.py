@@ -120,6 +120,7 @@ class Passing:
         self._lock()
         if self.may_be_chosen and self.trust is Trust.UNTRIED:
             self._move(Trust.TRIED)
+            self._borders = 0
         self._borders += 1
 
     def close(self) -> int:
