@@ -98,16 +98,20 @@ class Passing:
             return
         alone = pace.seconds_per_numel
         if pace.passing is not None and alone is not None:
-            kept = pace.passing < WORTH * alone
-            self._move(Trust.KEPT if kept else Trust.DROPPED)
+            if pace.passing < WORTH * alone:
+                self._move(Trust.KEPT)
+            else:
+                self._drop()
             self._note(
                 f"updates take {pace.passing / alone:.2f} of the time if some pass through HBM"
             )
         elif self._borders > PATIENCE:
-            self._move(Trust.DROPPED)
+            self._drop()
             self._note("no update could pass through HBM")
-        if self.trust is Trust.DROPPED:
-            self._share = 0.0
+
+    def _drop(self) -> None:
+        self._move(Trust.DROPPED)
+        self._share = 0.0
 
     def apply(self, n_bytes: int) -> None:
         """Open it if a division of HBM has ``n_bytes`` for it, else close it, at a border."""

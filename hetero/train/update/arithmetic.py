@@ -251,11 +251,11 @@ def draft_formula(
         grad = bench.grads.of(update.bucket)
         work = FormulaPass(bench, formula, numbers, update.bucket, grad, homes, fresh, factors)
         numel = formula_numel(grad.device, piece.numel, bench.cores.n_threads)
-        first = add_portable(update, piece, work)
-        if first is None:
+        begins = add_portable(update, piece, work)
+        if begins is None:
             bench.add(update, piece, homes, work, numel)
-        elif first > piece.run.start:
-            bench.add(update, piece, homes, work, numel, slice(piece.run.start, first))
+        elif begins > piece.run.start:
+            bench.add(update, piece, homes, work, numel, slice(piece.run.start, begins))
 
 
 def add_portable(update: Update, piece: UpdatePiece, work: FormulaPass) -> int | None:
@@ -265,7 +265,7 @@ def add_portable(update: Update, piece: UpdatePiece, work: FormulaPass) -> int |
     states that are not there yet.
     """
     passage, run = work.bench.passage, piece.run
-    first = max(run.start, passage.tail(update.bucket.numel))
+    first: int = max(run.start, passage.tail(update.bucket.numel))
     if first >= run.stop or work.fresh or not update.may_pass or work.bench.store.pool.spills:
         return None
     if update.bucket.n_shares > 1 or not passage.takes(work.operands(slice(first, run.stop))):
