@@ -137,9 +137,12 @@ class HbmDivision:
     def apply(self, division: Division) -> None:
         """Apply a division; if a view is held, the next border tries again."""
         self.rehoming.lower(division.on_hbm)
+        if not division.passage_bytes:  # before frames are made in its place
+            self.rehoming.let_pass(0)
         if self.room.apply(division):
             self.rehoming.raise_to(division.on_hbm)
-            self.rehoming.let_pass(division.passage_bytes)
+            if division.passage_bytes:
+                self.rehoming.let_pass(division.passage_bytes)
 
     def begin(self) -> None:
         """A step begins."""

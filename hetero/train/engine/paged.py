@@ -120,6 +120,7 @@ class Paged:
         """Bring everything home; parameters are pages still."""
         self.setup.hooks.rest()
         self.trained.grads.reset()
+        self.hbm.rehoming.passing.close()
         self.manager.close()
 
     def close(self) -> None:

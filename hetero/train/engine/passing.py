@@ -52,6 +52,7 @@ class Passing:
         self._passage.is_only_way = setup.worker.n_carriers == 0
         self._stepper = trained.stepper
         self._share = setup.tuning.passing or 0.0
+        self._locked_share = 0.0
         self.last_numel = 0
         """Parameters whose last update passed."""
         self._passed_numel = 0  # since the beginning, at the last border
@@ -111,7 +112,9 @@ class Passing:
 
     def _drop(self) -> None:
         self._move(Trust.DROPPED)
-        self._share = 0.0
+        self._share = self._locked_share = 0.0
+        self.close()
+        self._unlock()
 
     def apply(self, n_bytes: int) -> None:
         """Open it if a division of HBM has ``n_bytes`` for it, else close it, at a border."""
@@ -130,13 +133,15 @@ class Passing:
     def close(self) -> int:
         """Close it; returns the bytes of HBM that this freed."""
         n_bytes = self._passage.n_bytes
-        if n_bytes:
-            self._passage.close()
-            self._unlock()
+        self._passage.close()
         return n_bytes
 
     def _lock(self) -> None:
-        """Page-lock what may pass, of homes that do not travel otherwise."""
+        """Page-lock what may pass, of homes that do not travel otherwise. It stays so if slots give
+        way for a while: to lock it takes seconds."""
+        if self._share > self._locked_share:
+            self._unlock()
+            self._locked_share = self._share
         for bucket in self._buckets:
             first = self._passage.tail(bucket.numel)
             for name, home in self._setup.store.of_bucket(bucket.id):
