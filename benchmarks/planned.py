@@ -105,14 +105,24 @@ def row(model: str, machine: str, tokens: int, settings: Mapping[str, Any]) -> R
 
 def lanes(found: Plan) -> dict[str, float]:
     """Return the seconds that each lane is busy in the last step."""
-    busy: defaultdict[str, float] = defaultdict(float)
-    busy["compute"] = sum(s for name, s in found.shares.items() if name.startswith(WORK))
     events = found.rehearsal.run.events
     last = max(event.step for event in events)
+    spans: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
     for event in events:
         if event.step == last and event.what in ("move", "update") and event.lane:
-            busy[event.lane] += event.dur_ns / 1e9
+            spans[event.lane].append((event.t_ns, event.t_ns + event.dur_ns))
+    busy = {lane: union(rows) / 1e9 for lane, rows in spans.items()}
+    busy["compute"] = sum(s for name, s in found.shares.items() if name.startswith(WORK))
     return busy
+
+
+def union(spans: list[tuple[int, int]]) -> int:
+    """Return how long one of them goes on: updates of which some slices are carried overlap."""
+    whole, until = 0, 0
+    for begin, end in sorted(spans):
+        whole += max(0, end - max(begin, until))
+        until = max(until, end)
+    return whole
 
 
 def main() -> None:

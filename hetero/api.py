@@ -28,6 +28,7 @@ from hetero.train.engine.budget import Budget
 from hetero.train.engine.check import check_codes, check_model, check_pair
 from hetero.train.engine.engine import Engine
 from hetero.train.engine.hbm_homes import total_bytes
+from hetero.train.engine.paged import Paged
 from hetero.train.engine.parted import check_parted
 from hetero.train.engine.tuning import Tuning
 from hetero.train.model.empty import empty_parameters
@@ -268,7 +269,13 @@ class Status:
 def update_place(engine: Engine) -> str:
     if engine.residence.updates_in_place:
         return "in place"
-    return "device" if engine.setup.tuning.update_on_device else "home"
+    if engine.setup.tuning.update_on_device:
+        return "device"
+    residence = engine.residence
+    passed = residence.hbm.rehoming.passing.last_numel if isinstance(residence, Paged) else 0
+    trained = (bucket for bucket in engine.setup.buckets if bucket.trainable)
+    whole = sum(segment.spec.numel for bucket in trained for segment in bucket.segments)
+    return f"home, {passed / whole:.0%} through HBM" if passed else "home"
 
 
 def status(model: nn.Module) -> Status:

@@ -199,6 +199,34 @@ class DryDevice(CpuDevice):
             return self._staged(lane, n_bytes, start, busy)
         return self._occupied(lane, start, self.copy_seconds(lane, n_bytes, busy=busy))
 
+    def lock(self, memory: torch.Tensor, slab: Slab | None = None) -> Callable[[], None] | None:
+        n_bytes = memory.numel()
+        if self._pinned is not None and self._locked_bytes + n_bytes > self._pinned:
+            return None
+        self._locked_bytes += n_bytes
+        self.newly_locked_bytes += n_bytes
+        self._pageable.pop(memory.untyped_storage()._cdata, None)
+        return partial(self._unlock, n_bytes)
+
+    def is_direct(self, memory: torch.Tensor) -> bool:
+        return memory.untyped_storage()._cdata not in self._pageable
+
+    def beside(
+        self, lane: Lane, work: Callable[[], object], after: Iterable[Ticket], n_bytes: int
+    ) -> Ticket:
+        work()
+        return self.occupy(Lane.COMPUTE, self._touch_seconds(n_bytes), after)
+
+    @contextmanager
+    def at(self, seconds: float) -> Iterator[None]:
+        """Let a thread of ours, inside the block, be at another time than the launching one."""
+        before, passed = self.clock_seconds, self.time_passed
+        self.clock_seconds, self.time_passed = seconds, noop
+        try:
+            yield
+        finally:
+            self.clock_seconds, self.time_passed = before, passed
+
     def occupy(self, lane: Lane, seconds: float, after: Iterable[Ticket]) -> Ticket:
         """Return the ticket of other work that takes a lane, after tickets."""
         return self._occupied(lane, self._start(lane, after), seconds)

@@ -1,8 +1,9 @@
 """Threads that update homes while the model computes (floor 0).
 
 A `Job` is work on one bucket, cut into slices that may run in parallel. Worker threads take jobs in
-the order of submission, and a thread that waits for a job helps with its slices first. Workers
-never touch the device: a job is submitted when its inputs have landed.
+the order of submission, and a thread that waits for a job helps with its slices first. They never
+touch the device: a job is submitted when its inputs have landed. Carriers do: threads that bring
+slices to the device and back. Which slices they carry is decided by who is free first.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from functools import partial
 from types import TracebackType
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -26,6 +28,15 @@ from hetero.events import go_behind
 from hetero.types import noop
 
 Slice = Callable[[], None]
+
+
+class Portable(NamedTuple):
+    """A slice that may be carried to a device."""
+
+    here: Slice
+    carried: Slice
+    """The same work there."""
+    numel: int
 
 
 class Job:
@@ -38,13 +49,14 @@ class Job:
 
     __slots__ = (
         *("_after", "_changed", "_clock", "_closed", "_error", "_finish", "_flushes", "_left"),
-        *("_retries", "_slices", "began", "ended", "then"),
+        *("_portable", "_retries", "_slices", "began", "ended", "then"),
     )
 
     def __init__(
         self,
         slices: Iterable[Slice],
         *,
+        portable: Iterable[Portable] = (),
         finish: Slice | None = None,
         after: Sequence[Job] = (),
         clock: Callable[[], float] = time.monotonic,
@@ -60,7 +72,8 @@ class Job:
         self.then: Callable[[Job], None] | None = None
         """Called when it is done, unless it failed."""
         self._slices = deque(slices)
-        self._left = len(self._slices)
+        self._portable = deque(portable)
+        self._left = len(self._slices) + len(self._portable)
         self._finish = finish
         self._after = tuple(after)
         self._error: tuple[BaseException, TracebackType | None] | None = None
@@ -79,19 +92,39 @@ class Job:
     def failed(self) -> bool:
         return self._error is not None
 
-    def help(self) -> bool:
-        """Do one slice; False if none is left to begin, or it cannot be done now."""
+    @property
+    def is_portable(self) -> bool:
+        """Whether a slice is left that a carrier may take."""
+        return bool(self._portable)
+
+    def help(self, *, carries: bool = False) -> bool:
+        """Do one slice; False if none is left to begin, or it cannot be done now. Who ``carries``
+        takes one that may be carried, the last one first."""
         try:
-            return self._do_one()
+            return self._do_one(carries=carries)
         except StorageError:  # a waiter tries again, and gets the error
             return False
 
-    def _do_one(self) -> bool:
+    def _take(self, *, carries: bool) -> tuple[Slice, Slice] | None:
+        """Take a slice; return it, and what puts it back. None if none is left."""
+        if self._slices and not carries:
+            work = self._slices.popleft()
+            return work, partial(self._slices.appendleft, work)
+        if not self._portable:
+            return None
+        if carries:
+            last = self._portable.pop()
+            return last.carried, partial(self._portable.append, last)
+        first = self._portable.popleft()
+        return first.here, partial(self._portable.appendleft, first)
+
+    def _do_one(self, *, carries: bool = False) -> bool:
         """Do one slice; False if none is left. After StorageError or Ctrl-C it is still to do."""
         with self._changed:
-            if not self._slices:
+            taken = self._take(carries=carries)
+            if taken is None:
                 return False
-            work = self._slices.popleft()
+            work, put_back = taken
             if self.began is None:
                 self.began = self._clock()
         try:
@@ -99,7 +132,7 @@ class Job:
                 job.wait()
             with self._modes():
                 work()
-                work = noop  # not again, should the finish fail
+                put_back = partial(self._slices.appendleft, noop)  # only the finish, if it fails
                 self._complete()
         except (StorageError, KeyboardInterrupt) as error:
             if not self._retries:
@@ -108,7 +141,7 @@ class Job:
                     raise
                 return True
             with self._changed:
-                self._slices.appendleft(work)
+                put_back()
                 self._changed.notify_all()
             raise
         except BaseException as error:
@@ -138,6 +171,7 @@ class Job:
                 # the traceback as raised, without waiters' frames
                 self._error = error, error.__traceback__
             self._slices.clear()
+            self._portable.clear()
         self._close()
 
     def _close(self) -> None:
@@ -158,7 +192,10 @@ class Job:
             while self._do_one():
                 interrupts.point(2)
             with self._changed:
-                interrupts.wait(self._changed, lambda: self._closed or bool(self._slices))
+                interrupts.wait(self._changed, self._may_go_on)
+
+    def _may_go_on(self) -> bool:
+        return self._closed or bool(self._slices or self._portable)
 
     def wait(self) -> None:
         """Help until the job is done; raises its error, if it failed."""
@@ -206,22 +243,45 @@ class _Queue:
 
     def __init__(self, pick: Callable[[int], int]) -> None:
         self.jobs: list[Job] = []
+        self.portable: list[Job] = []  # those of which carriers may take slices
         self.changed = threading.Condition()
         self.closed = False
         self.pick = pick
 
-    def next(self) -> Job | None:
-        """Wait for a job to help with; None when it is time to end."""
+    def add(self, job: Job) -> None:
+        """Let threads, and carriers if they may, help with a job."""
         with self.changed:
-            while not self.jobs and not self.closed:
-                self.changed.wait()
-            return self.jobs[self.pick(len(self.jobs))] if self.jobs else None
+            self.jobs.append(job)
+            if job.is_portable:
+                self.portable.append(job)
+            self.changed.notify_all()
 
-    def drop(self, job: Job) -> None:
-        """Remove a job: all its slices have begun."""
+    def next(self, *, carries: bool) -> Job | None:
+        """Wait for a job to help with; None when it is time to end."""
+        jobs = self.portable if carries else self.jobs
         with self.changed:
-            if job in self.jobs:
-                self.jobs.remove(job)
+            while not jobs and not self.closed:
+                self.changed.wait()
+            return jobs[self.pick(len(jobs))] if jobs else None
+
+    def drop(self, job: Job, *, carries: bool) -> None:
+        """Remove a job: all its slices have begun."""
+        jobs = self.portable if carries else self.jobs
+        with self.changed:
+            if job in jobs:
+                jobs.remove(job)
+
+    def hurry(self, first: Iterable[Job]) -> None:
+        """Put these jobs first, in this order, of those that are queued."""
+        first = [*first]
+        with self.changed:
+            for jobs in (self.jobs, self.portable):
+                jobs[:] = hurried(jobs, first)
+
+    def clear(self) -> None:
+        """Leave the rest to waiters."""
+        self.jobs.clear()
+        self.portable.clear()
 
 
 class Worker:
@@ -229,11 +289,15 @@ class Worker:
 
     Args:
         n_threads: 0 runs every job in `submit`.
+        n_carriers: threads beside them that carry slices which may be carried.
         pick: which of n waiting jobs a thread helps with next (tests reorder here).
     """
 
-    def __init__(self, n_threads: int, *, pick: Callable[[int], int] = lambda n: 0) -> None:
+    def __init__(
+        self, n_threads: int, *, n_carriers: int = 0, pick: Callable[[int], int] = lambda n: 0
+    ) -> None:
         self.n_threads = n_threads
+        self.n_carriers = n_carriers
         self.clock: Callable[[], float] = time.monotonic
         """For jobs' begin and end."""
         self._queue = _Queue(pick)
@@ -247,11 +311,12 @@ class Worker:
         slices: Iterable[Slice],
         numel: int,
         *,
+        portable: Iterable[Portable] = (),
         finish: Slice | None = None,
         after: Sequence[Job] = (),
     ) -> Job:
         """Return a job over ``numel`` elements, to be submitted or done by its first waiter."""
-        return Job(slices, finish=finish, after=after, clock=self.clock)
+        return Job(slices, portable=portable, finish=finish, after=after, clock=self.clock)
 
     def submit(self, job: Job) -> Job:
         """Queue a job; it is done before `Job.wait` returns."""
@@ -261,20 +326,21 @@ class Worker:
             return job
         if not self._threads:
             self._start()
-        with self._queue.changed:
-            self._queue.jobs.append(job)
-            self._queue.changed.notify_all()
+        self._queue.add(job)
         return job
 
     def hurry(self, jobs: Iterable[Job]) -> None:
         """Let threads take these jobs first, in this order, of those that are queued."""
-        with self._queue.changed:
-            self._queue.jobs = hurried(self._queue.jobs, jobs)
+        self._queue.hurry(jobs)
 
     def _start(self) -> None:
-        for number in range(self.n_threads):
+        for number in range(self.n_threads + self.n_carriers):
+            carries = number >= self.n_threads
             thread = threading.Thread(
-                target=_loop, args=(self._queue,), name=f"hetero-update-{number}", daemon=True
+                target=_loop,
+                args=(self._queue, carries),
+                name=f"hetero-{'carry' if carries else 'update'}-{number}",
+                daemon=True,
             )
             thread.start()
             self._threads.append(thread)
@@ -288,7 +354,7 @@ class Worker:
     def rest(self) -> None:
         """Wait until every submitted job is done, or has failed."""
         with self._queue.changed:
-            jobs = list(self._queue.jobs)
+            jobs = [*self._queue.jobs, *self._queue.portable]
         for job in jobs:
             with suppress(StorageError):  # none of its slices is under way then
                 job.settle()
@@ -298,7 +364,7 @@ class Worker:
         if self._pid != os.getpid():
             return  # a forked child: the threads, and perhaps a lock, are the parent's
         with self._queue.changed:
-            self._queue.jobs.clear()
+            self._queue.clear()
             self._queue.closed = True
             self._queue.changed.notify_all()
         for thread in self._threads:
@@ -358,10 +424,10 @@ def _end_all() -> None:
         interrupts.join(thread)
 
 
-def _loop(queue: _Queue) -> None:
+def _loop(queue: _Queue, carries: bool) -> None:
     go_behind()
     torch.set_grad_enabled(False)  # of this thread
-    while (job := queue.next()) is not None:
-        if not job.help():
-            queue.drop(job)
+    while (job := queue.next(carries=carries)) is not None:
+        if not job.help(carries=carries):
+            queue.drop(job, carries=carries)
         del job  # its references go now, not when the next job comes

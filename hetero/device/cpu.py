@@ -76,11 +76,14 @@ class CpuDevice:
         dst.copy_(src)
         return Ticket(lane, 0.0, done=True).was(begin, time.monotonic())
 
-    def beside(self, work: Callable[[], object], after: Iterable[Ticket]) -> Ticket:
-        for ticket in after:
-            self.sync(ticket)
+    def is_direct(self, memory: torch.Tensor) -> bool:
+        return True
+
+    def beside(
+        self, lane: Lane, work: Callable[[], object], after: Iterable[Ticket], n_bytes: int
+    ) -> Ticket:
         work()
-        return self.mark()
+        return self._done
 
     def wait(self, ticket: Ticket) -> Stall | None:
         return None

@@ -112,13 +112,18 @@ class CudaDevice:
             return self._staging.copy(lane, dst, src, after, staged=staged)
         return self._lanes.queue(lane, dst, src, on_lanes(after))
 
+    def is_direct(self, memory: torch.Tensor) -> bool:
+        return self._locked.holds(memory)
+
+    def beside(
+        self, lane: Lane, work: Callable[[], object], after: Iterable[Ticket], n_bytes: int
+    ) -> Ticket:
+        return self._lanes.beside(lane, work, self._staging.queued(after))
+
     def launch(self, begin: Callable[[], Collective], after: Iterable[Ticket]) -> Ticket:
         """Queue a collective of another library; see `CudaLanes.launch`. The host waits until
         staged copies of ``after`` are on their lanes."""
         return self._lanes.launch(begin, self._staging.queued(after))
-
-    def beside(self, work: Callable[[], object], after: Iterable[Ticket]) -> Ticket:
-        return self._lanes.beside(work, self._staging.queued(after))
 
     @property
     def clock(self) -> Callable[[], float]:

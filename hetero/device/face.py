@@ -175,8 +175,14 @@ class Device(Protocol):
     ) -> Ticket:
         """Queue a copy of equally many bytes on a lane, after the tickets ``after``."""
 
-    def beside(self, work: Callable[[], object], after: Iterable[Ticket]) -> Ticket:
-        """Queue operations on its tensors, next to compute, after tickets."""
+    def is_direct(self, memory: torch.Tensor) -> bool:
+        """Whether copies of these bytes of HOST go without stages."""
+
+    def beside(
+        self, lane: Lane, work: Callable[[], object], after: Iterable[Ticket], n_bytes: int
+    ) -> Ticket:
+        """Queue operations on the device's tensors on REDUCE or UPDATE, after tickets and in no
+        order with compute; any thread may. They read and write ``n_bytes``."""
 
     def wait(self, ticket: Ticket) -> Stall | None:
         """Make compute that is queued from now on run after the ticket; returns the stall."""

@@ -11,7 +11,7 @@ import torch
 from hetero.device.face import LANES, Ticket, Timing
 from hetero.types import Lane
 
-OURS = (Lane.GATHER, Lane.REDUCE)
+OURS = (Lane.GATHER, Lane.REDUCE, Lane.UPDATE)
 
 
 class Collective(Protocol):
@@ -22,8 +22,8 @@ class Collective(Protocol):
 
 
 class CudaLanes:
-    """A persistent stream for each copy lane, one for gathers and one for sums; it refers to no
-    memory and to no device object."""
+    """A persistent stream for each copy lane, one for gathers, one for sums and one for updates; it
+    refers to no memory and to no device object."""
 
     def __init__(self, place: torch.device) -> None:
         self.streams = {lane: torch.cuda.Stream(place) for lane in (*LANES, *OURS)}
@@ -44,9 +44,10 @@ class CudaLanes:
         that asks, in order of the current stream, which is the lane's."""
         return self._run(Lane.GATHER, lambda: begin().wait(), after)
 
-    def beside(self, work: Callable[[], object], after: Iterable[Ticket]) -> Ticket:
-        """Queue operations on the device's tensors, after tickets that have events."""
-        return self._run(Lane.REDUCE, work, after)
+    def beside(self, lane: Lane, work: Callable[[], object], after: Iterable[Ticket]) -> Ticket:
+        """Queue operations on the device's tensors, after tickets that have events, in no order
+        with compute's."""
+        return self._run(lane, work, after)
 
     def _run(self, lane: Lane, queue: Callable[[], object], after: Iterable[Ticket]) -> Ticket:
         stream = self.streams[lane]

@@ -127,6 +127,18 @@ class SimDevice(CpuDevice):
         return ticket
 
     @one_at_a_time
+    def beside(
+        self, lane: Lane, work: Callable[[], object], after: Iterable[Ticket], n_bytes: int
+    ) -> Ticket:
+        self._tick()
+        end = self.clock_seconds
+        for before in after:
+            self._run_to(before)
+            end = max(end, before.end)
+        work()
+        return Ticket(Lane.COMPUTE, end, done=True)
+
+    @one_at_a_time
     def wait(self, ticket: Ticket) -> Stall | None:
         begin = self.clock()
         was_done = ticket.done

@@ -22,6 +22,7 @@ from statistics import NormalDist
 import torch
 
 from hetero.device import Device
+from hetero.errors import ConfigError
 
 SCALE = torch.bfloat16
 SCALE_BYTES = 2
@@ -333,3 +334,12 @@ def slice_numel(codec: Blocked, numel: int, *, is_cuda: bool) -> int:
 
 EXACT, INT8, NF4 = Exact(), Int8(), Nf4()
 CODECS: dict[str, Codec] = {codec.name: codec for codec in (EXACT, INT8, NF4)}
+
+
+def refusal(name: str, codec: Codec) -> ConfigError:
+    """Return the error for a parameter's weights that a codec cannot hold."""
+    return ConfigError(
+        f"parameter {name!r} has weights that are NaN or infinite, which"
+        f" frozen={codec.name!r} cannot hold",
+        advice="repair the weights, or name its module in keep_exact=",
+    )

@@ -15,11 +15,10 @@ from hashlib import blake2b
 import torch
 
 from hetero.crc import crc32
-from hetero.device import ALONE, Slab, Ticket, release_slab, use_count
-from hetero.errors import ConfigError
+from hetero.device import ALONE, Device, Slab, Ticket, release_slab, use_count
 from hetero.internals import storage_uses
 from hetero.memory.changes import UNSEEN, Changes
-from hetero.memory.codec import ENCODED_AT_ONCE, Codec, NotFinite
+from hetero.memory.codec import ENCODED_AT_ONCE, Codec, NotFinite, refusal
 from hetero.memory.extent import Extent, Extents, PinSpan, PinUse, Request
 from hetero.memory.layout import Bucket, Segment, row
 from hetero.memory.pool import NoPool, Pool
@@ -216,6 +215,15 @@ class Home:
         """Yield items [start, end) with their memory, which is pinned already."""
         yield slice(start, end), self.part(slice(start, end))
 
+    def lock(self, device: Device, items: slice) -> None:
+        """Page-lock items until `unlock`, as far as may be: copies of them need no stages then."""
+        if self._slab.unlock is None and items.start < self._flat.numel():
+            self._slab.unlock = device.lock(self._flat[items].view(torch.uint8), self._slab)
+
+    def unlock(self) -> None:
+        """Undo page-locking, after every copy."""
+        release_slab(self._slab)
+
     def leave(self, successor: Home) -> None:
         """Give up its memory: its bytes have moved."""
         self.discard()
@@ -304,7 +312,7 @@ class Home:
             try:
                 items = self.codec.encode(piece, self.dtype)
             except NotFinite:
-                raise refusal(segment, self.codec) from None
+                raise refusal(segment.spec.name, self.codec) from None
             self._put(self.codec.items(at), items)
             at += piece.numel()
         if segment in self.copies:
@@ -438,11 +446,3 @@ def valueless(shape: Sequence[int], dtype: torch.dtype, place: torch.device) -> 
     """Return a tensor that stands for a segment of which there is no tensor."""
     number = float("nan") if dtype.is_floating_point else 0
     return torch.full((), number, dtype=dtype, device=place).expand(shape)
-
-
-def refusal(segment: Segment, codec: Codec) -> ConfigError:
-    return ConfigError(
-        f"parameter {segment.spec.name!r} has weights that are NaN or infinite, which"
-        f" frozen={codec.name!r} cannot hold",
-        advice="repair the weights, or name its module in keep_exact=",
-    )

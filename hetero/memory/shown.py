@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import torch
 
-from hetero.memory.codec import is_finite
-from hetero.memory.home import Copy, Home, refusal
+from hetero.memory.codec import is_finite, refusal
+from hetero.memory.home import Copy, Home
 from hetero.memory.layout import Segment, row
 
 
@@ -47,7 +47,7 @@ def take(home: Home, segment: Segment) -> None:
         home.recode(segment.offset, whole)
     home.copies[segment].show(home.read(segment))
     if not finite:
-        raise refusal(segment, home.codec)
+        raise refusal(segment.spec.name, home.codec)
 
 
 def refresh(home: Home) -> None:

@@ -75,6 +75,8 @@ class Division:
     """Buckets whose homes are on HBM."""
     home_bytes: int = 0
     """Of HBM, for those homes."""
+    passage_bytes: int = 0
+    """Through which updates of other homes pass."""
 
     @property
     def moving_bytes(self) -> int:
@@ -93,8 +95,10 @@ def divide(
     homes: Sequence[BucketHomes] = (),
     on_hbm: frozenset[int] = frozenset(),
     stuck: frozenset[int] = frozenset(),
+    passage_bytes: int = 0,
 ) -> Division:
-    """Return the division: activations first, then the ring, a few frames, homes, more frames.
+    """Return the division: activations first, then the ring, the passage of updates, a few frames,
+    homes, more frames.
 
     Args:
         activation_bytes: expected need of the next step.
@@ -104,6 +108,7 @@ def divide(
         homes: that may be on HBM, the most useful first.
         on_hbm: buckets whose homes are there now.
         stuck: those of them whose homes cannot leave.
+        passage_bytes: through which updates of homes on HOST would pass, if there is room.
 
     Raises ValueError if activations do not fit with the fewest frames.
     """
@@ -112,6 +117,8 @@ def divide(
         raise ValueError(f"{activation_bytes} bytes of activations; there is {room}")
     ring = min(ring_bytes, room - activation_bytes)
     taken = activation_bytes + ring
+    passage = passage_bytes if taken + passage_bytes <= room else 0
+    taken += passage
     held = choose_homes(hbm, taken, homes, on_hbm if keeps else frozenset(), stuck)
     home_bytes = sum(home.n_bytes for home in homes if home.bucket in held)
     taken += home_bytes
@@ -125,6 +132,7 @@ def divide(
         dict(policies or {}),
         held,
         home_bytes,
+        passage,
     )
 
 

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from hetero.plan.activations import BACKWARD, Policy, Seconds, Use
 
+SPARE = 1.25  # times the share of updates that is expected to pass through HBM: who is free decides
 LAST = 2  # units whose weights are on the device still when backward begins
 
 
@@ -68,6 +69,8 @@ class _Lanes:
     """The buckets whose homes are not on HBM."""
     copies: Copies
     early: bool
+    passing: float
+    """The share of updates that passes through HBM."""
     compute: float
     up: float = 0.0
     down: float = 0.0
@@ -81,8 +84,11 @@ class _Lanes:
                 if bucket in self.apart and bucket not in seen:
                     seen.add(bucket)
                     traffic = self.apart[bucket]
-                    self.update += traffic.update_seconds * (not self.early)
-                    self.up = max(self.up, self.update) + self.copies.up(traffic.weight_bytes)
+                    n_bytes = traffic.weight_bytes
+                    if not self.early:
+                        self.update += traffic.update_seconds * (1 - self.passing)
+                        n_bytes += round(self.passing * traffic.home_bytes)
+                    self.up = max(self.up, self.update) + self.copies.up(n_bytes)
             self.compute = max(self.compute, self.up, before) + stage.forward_seconds
             before = self.down
             if stage.offloaded_bytes:
@@ -123,14 +129,30 @@ def step_seconds(
     copies: Copies,
     *,
     early: bool = False,
+    passing: float = 0.0,
 ) -> float:
     """Return the time from one border to the next, with ``held`` buckets' homes on HBM.
 
     ``early``: HOST updates a home as soon as its gradients are there, and not after the border.
+    ``passing``: the share of the other updates that passes through HBM.
     """
     apart = {bucket: each for bucket, each in traffic.items() if bucket not in held}
     updates = copies.within(sum(traffic[bucket].home_bytes for bucket in held))
-    lanes = _Lanes(apart, copies, early, compute=updates)
+    lanes = _Lanes(apart, copies, early, passing, compute=updates)
     lanes.forward(stages)
     lanes.backward(stages)
     return max(lanes.compute, lanes.up, lanes.down, lanes.update)
+
+
+def passing_share(traffic: Mapping[int, Traffic], held: Collection[int], copies: Copies) -> float:
+    """Return the share of updates of homes on HOST that passes through HBM, if HOST and link are to
+    be done at one time. The link brings weights up, too; 0 if it takes as long for these alone."""
+    apart = [each for bucket, each in traffic.items() if bucket not in held and each.home_bytes]
+    weights = copies.up(sum(each.weight_bytes for each in apart))
+    whole = sum(each.home_bytes for each in apart)
+    down = whole - sum(each.gradient_bytes for each in apart)
+    through = max(copies.up(whole), copies.down(down))
+    updates = sum(each.update_seconds for each in apart)
+    if updates <= weights:
+        return 0.0
+    return min(1.0, (updates - weights) / (updates + through))

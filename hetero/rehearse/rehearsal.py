@@ -43,6 +43,7 @@ from hetero.train.engine.engine import Engine
 from hetero.train.engine.paged import Paged
 from hetero.train.engine.tuning import Tuning
 from hetero.train.update.masters import working_dtypes
+from hetero.train.update.passage import N_SLOTS
 from hetero.types import Kind, Lane, Tier
 
 MOST_STEPS = 8  # until every step is as the one before it
@@ -138,8 +139,13 @@ def rehearse(scene: Scene) -> Rehearsal:
     shares = comm.n_shares, comm.n_copies
     blueprint = draw(scene.model, scene.optimizer, config, device, *shares)
     here = comm.n_local / comm.n_shares  # its part of a bucket is updated on each machine
+    touched = touched_by_update(blueprint)
     worker = DryWorker(
-        device, lambda n: update_seconds(scene.profile, blueprint, round(n * here)), disk
+        device,
+        lambda n: update_seconds(scene.profile, blueprint, round(n * here)),
+        disk,
+        ram_seconds=lambda n: n * touched / scene.profile.host.dram_bytes_per_second.value,
+        n_carriers=N_SLOTS if device.is_cuda else 0,
     )
     tuning = Tuning(
         worker=worker,

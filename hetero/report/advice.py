@@ -114,7 +114,7 @@ def savings(measured: Measured) -> Iterator[tuple[int, float]]:
     """Yield (bucket, exposed nanoseconds of the fetches that residence would save)."""
     for bucket, counts in measured.counts.items():
         row = measured.meta.buckets[bucket]
-        stale = row.trainable and measured.meta.update_place == "home"
+        stale = row.trainable and measured.meta.update_place.startswith("home")
         fetches, needed = counts.misses + counts.prefetches, measured.steady_count * stale
         if fetches > needed and waited(counts):
             yield bucket, waited(counts) * (fetches - needed) / fetches

@@ -189,7 +189,7 @@ def bound_of(meta: Meta, residency: Residency, hbm: Timeline | None, steps: Step
     backward = [a for a in accesses if a.phase == "backward"]
     units, back = {a.unit for a in accesses}, {a.unit for a in backward}
     buckets = [b for b in meta.buckets if residency.stays and b.unit in units]
-    stale = meta.update_place == "home"
+    stale = meta.update_place.startswith("home")
     return Bound(
         sum(b.n_bytes for b in buckets if b.trainable and stale),
         sum(b.n_bytes for b in buckets if not (b.trainable and stale)),

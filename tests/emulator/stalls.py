@@ -52,10 +52,22 @@ STAGED = Place("device/staging.py", "_land")
 """On the threads that copy between stages and memory that is not page-locked."""
 RANKS = {ADDENDS, SUMMED}
 """Of ranks that share a model, on the thread that sends gradients."""
+CARRIED = Place("update/passage.py", "_landing")
+"""On the threads that carry updates through HBM."""
 CLIPPING = {NORM, CLIPPED_GRADIENT}
 CLIPPING_SUMS = CLIPPING | {SUM, STAGE_FULL}
 CLIPPING_RANKS = CLIPPING | {SUM, NORM_OF_RANKS, TOLD, SHARE_ON_HBM}
-PLACES = {*ALWAYS, *OFFLOADING, *CLIPPING_RANKS, *RANKS, FINITE, FROM_DISK, STAGED, STAGE_FULL}
+PLACES = {
+    *ALWAYS,
+    *OFFLOADING,
+    *CLIPPING_RANKS,
+    *RANKS,
+    FINITE,
+    FROM_DISK,
+    STAGED,
+    STAGE_FULL,
+    CARRIED,
+}
 
 
 def unexpected(found: Counter[Stall], allowed: Iterable[Place]) -> list[Stall]:

@@ -11,6 +11,7 @@ import hetero
 from hetero.api import engine_of, prepare_tuned
 from hetero.config import Config
 from hetero.device import Device
+from hetero.jobs import Worker
 from hetero.train.engine.engine import Engine
 from hetero.train.engine.paged import Paged
 from hetero.train.engine.tuning import Tuning
@@ -40,14 +41,21 @@ class Run:
     """A prepared model of blocks, and what its steps need."""
 
     def __init__(
-        self, device: Device, hbm: int = SOME, *, homes_on_hbm: bool | None, **settings: Any
+        self,
+        device: Device,
+        hbm: int = SOME,
+        *,
+        homes_on_hbm: bool | None,
+        passing: float | None = None,
+        worker: Worker | None = None,
+        **settings: Any,
     ) -> None:
         torch.manual_seed(5)
         model = Blocks()
         settings = {"activations": "keep", "chunk_bytes": 4096, **settings}
         config = Config.load(device=device, hbm=hbm, **settings)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        tuning = Tuning(homes_on_hbm=homes_on_hbm)
+        tuning = Tuning(homes_on_hbm=homes_on_hbm, passing=passing, worker=worker)
         self.model, self.optimizer = prepare_tuned(model, optimizer, config, tuning)
         self.most = 0
         """Buckets with homes on HBM, at most."""

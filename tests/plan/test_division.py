@@ -43,6 +43,20 @@ def test_nothing_is_given_twice_and_everyone_has_what_it_must_have(
     assert found.frames >= hbm.fewest_frames
 
 
+@given(cases(), st.integers(0, 2**24))
+def test_the_passage_of_updates_comes_after_the_ring_and_is_whole_or_nothing(
+    case: tuple[Hbm, int, int, int], passage: int
+) -> None:
+    hbm, need, ring, frames = case
+    found = divide(hbm, need, ring_bytes=ring, frames=frames, passage_bytes=passage)
+    taken = found.buffer_bytes + found.moving_bytes + found.passage_bytes
+    assert taken + found.frames * hbm.granule_bytes <= hbm.total_bytes
+    without = divide(hbm, need, ring_bytes=ring, frames=frames)
+    fits = without.moving_bytes + passage <= hbm.room_bytes
+    assert found.passage_bytes == (passage if fits else 0)
+    assert found.frames >= hbm.fewest_frames and found.ring_bytes == without.ring_bytes
+
+
 @given(cases())
 def test_less_than_a_frame_is_left_over_where_frames_may_be_planned_anew(
     case: tuple[Hbm, int, int, int],

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetero.plan.activations import KEEP, LEAST, OFFLOAD, RECOMPUTE, Use
-from hetero.plan.weighing import Copies, Traffic, UnitStep, step_seconds
+from hetero.plan.weighing import Copies, Traffic, UnitStep, passing_share, step_seconds
 
 FREE = Copies(lambda n: 0.0, lambda n: 0.0, lambda n: 0.0)
 LINK = Copies(lambda n: n / 100, lambda n: n / 50, lambda n: n / 1000)
@@ -43,6 +43,25 @@ def test_updates_of_later_units_hide_in_the_forward_of_earlier_ones() -> None:
     assert (
         step_seconds(stages(), traffic(update=1.5), (0, 1), FREE) == 2 + 1 + 1 + 1 + 2 * UNITS - 1
     )
+
+
+def test_as_much_passes_through_hbm_as_lets_host_and_link_end_at_one_time() -> None:
+    slow = traffic(weights=100, gradients=100, update=13.0)
+    share = passing_share(slow, (), LINK)
+    assert share == pytest.approx((13 - 1) / (13 + 8))  # 5 s up, 8 s down
+    passing, alone = (step_seconds(stages(), slow, (), LINK, passing=s) for s in (share, 0.0))
+    assert passing < alone
+
+
+def test_nothing_passes_through_hbm_where_updates_are_faster_than_weights_go_up() -> None:
+    assert passing_share(traffic(weights=100, update=1.0), (), LINK) == 0.0
+    assert passing_share(traffic(weights=100, update=9.0), range(UNITS), LINK) == 0.0
+
+
+def test_what_passes_takes_its_time_of_the_link() -> None:
+    quick = traffic(weights=100, update=1.0)
+    costs = [step_seconds(stages(), quick, (), LINK, passing=share) for share in (0.0, 0.5, 1.0)]
+    assert costs == sorted(costs) and costs[0] < costs[2]
 
 
 def test_early_updates_hide_in_backward_but_for_the_last_one() -> None:

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hetero.config import Config
 from hetero.device import SimDevice
 from hetero.dry import DryDevice
+from hetero.jobs import Portable
 from hetero.memory.codec import NF4
 from hetero.plan.hardware import find
 from hetero.plan.machine import Figure
@@ -274,6 +275,48 @@ def test_an_update_that_nobody_submitted_is_done_by_who_waits() -> None:
 
     assert done == [1]
     assert clock.clock() == 12.0
+
+
+def shared_update(clock: DryDevice, **settings: Any) -> tuple[Any, list[str]]:
+    """Return an update of 8 parameters, of which 4 may be carried, one by one."""
+    done: list[str] = []
+
+    def carried() -> None:
+        done.append("carried")
+        clock.sync(clock.copy(Lane.H2D, torch.empty(3), torch.empty(3)))
+
+    worker = DryWorker(clock, lambda numel: float(numel), n_carriers=1, **settings)
+    slices = [Portable(lambda: done.append("here"), carried, 1)] * 4
+    return worker.submit(worker.job([partial(done.append, "whole")], 8, portable=slices)), done
+
+
+def test_host_and_a_carrier_take_slices_in_turn() -> None:
+    clock = device(rate=2.0)
+    job, done = shared_update(clock)
+    clock.compute(2.0)
+    assert done == ["carried", "carried"] and clock.clock() == 2.0
+
+    job.wait()
+
+    assert sorted(done) == ["carried"] * 3 + ["here", "whole"]
+    assert (job.began, job.ended, clock.clock()) == (0.0, 5.0, 5.0)
+
+
+def test_ram_moves_no_more_for_two_than_for_one() -> None:
+    clock = device(rate=3.0)
+    job, _ = shared_update(clock, ram_seconds=lambda numel: float(numel))
+    job.wait()
+    assert job.ended == 8.0
+
+
+def test_an_update_that_nothing_submitted_is_carried_by_nothing() -> None:
+    clock = device()
+    worker = DryWorker(clock, lambda numel: float(numel), n_carriers=1)
+    done: list[str] = []
+    slices = [Portable(lambda: done.append("here"), lambda: done.append("carried"), 1)] * 2
+    job = worker.job([], 5, portable=slices)
+    job.wait()
+    assert done == ["here", "here"] and clock.clock() == 5.0
 
 
 # -- drives --------------------------------------------------------------------------------------

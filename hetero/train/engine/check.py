@@ -18,8 +18,7 @@ from torch import nn
 from hetero.device import ALONE
 from hetero.errors import ConfigError, StateError
 from hetero.internals import is_traceable_wrapper_subclass, storage_uses, tree_iter
-from hetero.memory.codec import is_finite
-from hetero.memory.home import refusal
+from hetero.memory.codec import is_finite, refusal
 from hetero.memory.layout import Layout
 from hetero.train.model.empty import promised
 from hetero.train.model.parts import Parts, WholeTensors
@@ -217,7 +216,7 @@ def check_codes(model: nn.Module, layout: Layout, parts: Parts) -> None:
     for param, (bucket, segment) in zip(paged, layout.home, strict=True):
         codec = layout.buckets[bucket].codec
         if not (codec.exact or is_finite(parts.local(param))):
-            raise refusal(segment, codec)
+            raise refusal(segment.spec.name, codec)
 
 
 def check_one_device(named: Iterable[tuple[str, nn.Parameter]]) -> None:

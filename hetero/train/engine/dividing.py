@@ -62,7 +62,7 @@ class HbmDivision:
         ring.limit_bytes = 0  # until activations are measured
 
     def _make_meter(self, manager: ChunkManager) -> Meter:
-        setup, ring, runtime = self._setup, self._ring, self._runtime
+        setup, ring, runtime, trained = self._setup, self._ring, self._runtime, self._trained
         return make_meter(
             setup.device,
             runtime.saved.footprint,
@@ -71,7 +71,10 @@ class HbmDivision:
             trains=self._trains,
             slack_bytes=setup.budget.slack_bytes,
             others=lambda: (
-                manager.arena.n_bytes + setup.store.hbm_bytes.total() + setup.budget.buffer_bytes
+                manager.arena.n_bytes
+                + setup.store.hbm_bytes.total()
+                + setup.budget.buffer_bytes
+                + trained.passage.n_bytes
             ),
             passing=ring.sources,
             ours=lambda: runtime.is_running,
@@ -107,6 +110,7 @@ class HbmDivision:
                 copies=copies,
                 pace=self._pace,
                 early=setup.config.updates == "backward",
+                passing=self.rehoming.passing,
                 share=setup.tuning.activation_share,
             ),
             may_stay=self._may_stay,
@@ -134,8 +138,12 @@ class HbmDivision:
     def apply(self, division: Division) -> None:
         """Apply a division; if a view is held, the next border tries again."""
         self.rehoming.lower(division.on_hbm)
+        if not division.passage_bytes:  # before frames are made in its place
+            self.rehoming.let_pass(0)
         if self.room.apply(division):
             self.rehoming.raise_to(division.on_hbm)
+            if division.passage_bytes:
+                self.rehoming.let_pass(division.passage_bytes)
 
     def begin(self) -> None:
         """A step begins."""

@@ -341,6 +341,7 @@ class Fitting:
             ],
             on_hbm=room.homes.on_hbm,
             stuck=stuck,
+            passage_bytes=room.homes.passage_bytes,
         )
 
     def needed_bytes(self) -> int:
@@ -392,7 +393,7 @@ class Fitting:
     def is_decided(self) -> bool:
         """Whether the next step has no proof to try for, and no choice to make or to measure."""
         may_change = self._choice.may_change
-        return not (self._choice.tries or self._is_guess or (may_change and self._tradeoff.is_due))
+        return not (self._choice.tries or self._is_guess or (may_change and self._tradeoff.is_open))
 
     def _is_due(self) -> bool:
         """Whether policies were chosen for other inputs or other proofs, or do not fit."""

@@ -119,6 +119,7 @@ class Paged:
         """Bring everything home; parameters are pages still."""
         self.setup.hooks.rest()
         self.trained.grads.reset()
+        self.hbm.rehoming.passing.close()
         self.manager.close()
 
     def close(self) -> None:
@@ -137,6 +138,7 @@ class Paged:
         Ranks compare what they are about to step, by an optimizer's ``groups``.
         """
         if self.setup.comm.size == 1:
+            self.hbm.rehoming.passing.judge()
             return self.fitting.divide()
         for bucket in self.setup.buckets:  # others may change their shares after the roll call
             self.manager.let_write(bucket.id)

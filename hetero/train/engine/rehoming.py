@@ -13,6 +13,7 @@ from hetero.plan.placement import BucketHomes
 from hetero.train.activations.meter import Meter
 from hetero.train.engine.backward_updates import is_seen
 from hetero.train.engine.hbm_homes import movable_homes
+from hetero.train.engine.passing import Passing
 from hetero.train.engine.setup import Setup
 from hetero.train.engine.trained import Trained
 from hetero.train.gradients.homes import GRAD, WIDE
@@ -35,6 +36,7 @@ class Rehoming:
         self._grads = trained.grads
         self._stepper = trained.stepper
         self._meter = meter
+        self.passing = Passing(setup, trained)
         self._places = setup.store.places
         self._is_shared = setup.blueprint.is_shared
         self._fixed = {homes.bucket: homes.n_bytes for homes in setup.budget.on_hbm}
@@ -48,11 +50,18 @@ class Rehoming:
 
     @property
     def n_bytes(self) -> int:
-        """HBM that is set aside for homes, beyond what those take that cannot move."""
+        """HBM that is set aside for homes, beyond what those take that cannot move, and for the
+        passage of updates."""
         sizes = self._sizes[self._grads.adds_up]
         taken, fixed = self._setup.store.hbm_bytes, self._fixed
         moved = sum(max(sizes[bucket], taken[bucket]) for bucket in self.on_hbm)
-        return moved + sum(max(0, taken[bucket] - n_bytes) for bucket, n_bytes in fixed.items())
+        more = sum(max(0, taken[bucket] - n_bytes) for bucket, n_bytes in fixed.items())
+        return moved + more + self.passing.n_bytes
+
+    @property
+    def passage_bytes(self) -> int:
+        """HBM that the passage of updates should have."""
+        return self.passing.wanted_bytes
 
     @property
     def on_hbm(self) -> frozenset[int]:
@@ -94,14 +103,24 @@ class Rehoming:
                 self._setup.log.now(What.DECISION, tier=Tier.HBM, bucket=bucket, why=str(error))
                 return
 
+    def let_pass(self, n_bytes: int) -> None:
+        """Let updates of homes on HOST pass through so many bytes of HBM; 0: through none."""
+        with self._meter.changing():
+            try:
+                self.passing.apply(n_bytes)
+            except BudgetError as error:  # as above
+                self._setup.log.now(What.DECISION, tier=Tier.HBM, why=str(error))
+
     def growing(self) -> AbstractContextManager[None]:
         """Make a home on HBM inside: it is not counted as activations."""
         return self._meter.changing()
 
     def give_way(self, n_bytes: int) -> None:
-        """Move homes down, the least useful first, until ``n_bytes`` of HBM are freed or none is
-        left that may move."""
+        """Close the passage of updates, and move homes down, the least useful first, until
+        ``n_bytes`` of HBM are freed or none is left that may move."""
         with host_work():
+            if n_bytes > 0:
+                n_bytes -= self.passing.close()
             for homes in reversed(self._lists[self._grads.adds_up]):
                 if n_bytes <= 0:
                     return

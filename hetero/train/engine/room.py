@@ -53,6 +53,10 @@ class HbmHomes(Protocol):
         """HBM that is set aside for them."""
 
     @property
+    def passage_bytes(self) -> int:
+        """HBM through which updates of homes on HOST should pass."""
+
+    @property
     def on_hbm(self) -> frozenset[int]:
         """The buckets whose homes are there."""
 

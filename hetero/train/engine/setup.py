@@ -36,6 +36,7 @@ from hetero.train.engine.snapshot import Saver
 from hetero.train.engine.tuning import Tuning
 from hetero.train.model.parts import Parts, WholeTensors
 from hetero.train.update.masters import Masters
+from hetero.train.update.passage import N_SLOTS
 from hetero.types import Kind, Lane, Tier
 
 WARM_STEPS = 3  # steps in which states appear and the heap has to settle
@@ -177,7 +178,9 @@ def set_up(
     # masters on a CUDA device are updated in order of its stream, and not by threads
     has_masters = any(bucket.has_master for bucket in blueprint.layout.buckets)
     streams = budget.stays and device.is_cuda and has_masters
-    worker = tuning.worker or Worker(0 if streams else thread_budget(comm.n_local))
+    worker = tuning.worker or Worker(
+        0 if streams else thread_budget(comm.n_local), n_carriers=N_SLOTS if device.is_cuda else 0
+    )
     worker.clock = device.clock
     return Setup(
         *(model, inner, config, device, blueprint, tuning, params, log),

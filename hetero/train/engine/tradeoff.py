@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
+from operator import attrgetter
 from typing import NamedTuple
 
 from hetero.memory.layout import Layout
 from hetero.plan.activations import Policy
 from hetero.plan.division import WIDEST
 from hetero.plan.placement import BucketHomes, hold
-from hetero.plan.weighing import Copies, Traffic, UnitStep, step_seconds
+from hetero.plan.weighing import (
+    SPARE,
+    Copies,
+    Traffic,
+    UnitStep,
+    passing_share,
+    step_seconds,
+)
 from hetero.train.activations.forecast import Forecast
+from hetero.train.engine.passing import Passing
 from hetero.train.engine.room import Room
 
 TRIED = 32  # numbers of homes on HBM, of which the best is taken
@@ -27,6 +36,8 @@ class Weighed(NamedTuple):
     room_bytes: int
     """For activations."""
     policies: Sequence[Policy]
+    stages: Sequence[UnitStep]
+    held: frozenset[int]
 
 
 class Tradeoff:
@@ -36,6 +47,7 @@ class Tradeoff:
         needs: the buckets that each unit's access pins.
         copies: how long copies take.
         pace: returns the seconds in which HOST updates a parameter; None if it is unknown yet.
+        passing: whether updates of homes on HOST pass through HBM.
         early: whether HOST updates homes while backward goes on.
         share: of the room that activations may take, in place of the best (benchmarks).
     """
@@ -49,6 +61,7 @@ class Tradeoff:
         *,
         copies: Copies,
         pace: Callable[[], float | None],
+        passing: Passing,
         early: bool,
         share: float | None = None,
     ) -> None:
@@ -58,9 +71,15 @@ class Tradeoff:
         self._needs = needs
         self._copies = copies
         self._pace = pace
+        self._passing = passing
         self._early = early
         self._share = share
         self._weighed = False
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it is to be weighed, or a choice to be seen in a step."""
+        return self.is_due or self._passing.is_trying
 
     @property
     def is_due(self) -> bool:
@@ -93,13 +112,22 @@ class Tradeoff:
                 ]
                 held = hold(homes, held_bytes)
                 seconds = step_seconds(stages, traffic, held, self._copies, early=self._early)
-                found.append(Weighed(seconds, most - held_bytes, policies))
+                found.append(Weighed(seconds, most - held_bytes, policies, stages, held))
         if not found:
             return None
         # with as many homes as fit with the policies that cost least, whatever homes do
         cheapest = min(each.seconds for each in found if each.policies == found[0].policies)
-        best = min(found)
+        best = min(found, key=attrgetter("seconds"))
+        self._let_pass(best, traffic)
         return best.room_bytes if best.seconds < WORTH * cheapest else None
+
+    def _let_pass(self, step: Weighed, traffic: Mapping[int, Traffic]) -> None:
+        """Weigh whether some of a step's updates should pass through HBM."""
+        share = passing_share(traffic, step.held, self._copies)
+        seconds = step_seconds(
+            *(step.stages, traffic, step.held, self._copies), early=self._early, passing=share
+        )
+        self._passing.choose(min(1.0, SPARE * share), seconds / step.seconds)
 
     def _traffic(self, homes: Sequence[BucketHomes], pace: float) -> dict[int, Traffic]:
         sizes = {each.bucket: each.n_bytes for each in homes}

@@ -22,6 +22,7 @@ from hetero.train.gradients.store import GradStore
 from hetero.train.update.device_kernel import natives
 from hetero.train.update.draft import Drafts
 from hetero.train.update.masters import LossScaler
+from hetero.train.update.passage import Passage
 from hetero.train.update.step import Stepper
 from hetero.types import Tier
 
@@ -33,6 +34,8 @@ class Trained:
     setup: Setup
     grads: GradStore
     stepper: Stepper | None
+    passage: Passage
+    """Through HBM, of updates of homes on HOST."""
 
     @classmethod
     def on(
@@ -51,8 +54,11 @@ class Trained:
         """
         cores = Cores(setup.worker.n_threads)
         grads = make_grads(setup, device, link, cores, early=early, growing=growing)
-        stepper = None if setup.inner is None else make_stepper(setup, setup.inner, grads, cores)
-        return cls(setup, grads, stepper)
+        passage = Passage(device, link, setup.ledger)
+        stepper = None
+        if setup.inner is not None:
+            stepper = make_stepper(setup, setup.inner, grads, cores, passage)
+        return cls(setup, grads, stepper, passage)
 
     @property
     def scaling(self) -> Stepper | None:
@@ -120,7 +126,11 @@ def make_grads(
 
 
 def make_stepper(
-    setup: Setup, inner: torch.optim.Optimizer, grads: GradStore, cores: Cores
+    setup: Setup,
+    inner: torch.optim.Optimizer,
+    grads: GradStore,
+    cores: Cores,
+    passage: Passage,
 ) -> Stepper:
     drafts = Drafts(
         inner,
@@ -131,6 +141,7 @@ def make_stepper(
         masters=setup.masters,
         native=natives(partial(_say, setup.log)) if setup.tuning.native else None,
         cores=cores,
+        passage=passage,
         stream_to=setup.device.torch_device if setup.tuning.update_on_device else None,
     )
     return Stepper(

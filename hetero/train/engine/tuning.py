@@ -29,6 +29,8 @@ class Tuning:
     """Called before each slice of an update."""
     update_on_device: bool = False
     """Whether paged updates are streamed through the device, inside `step`."""
+    passing: float | None = None
+    """Share of updates of homes on HOST that may pass through HBM; None: as planned."""
     homes_on_hbm: bool | None = None
     """Whether homes of a paged model may be on HBM; None: on CUDA they may."""
     activation_share: float | None = None

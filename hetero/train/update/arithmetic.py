@@ -18,15 +18,16 @@ from typing import Any
 import torch
 
 from hetero.cores import Cores
-from hetero.jobs import Slice
+from hetero.jobs import Portable, Slice
 from hetero.memory.extent import PinSpan, PinUse, Request, overlap
-from hetero.memory.home import Home
+from hetero.memory.home import Home, cut
 from hetero.memory.homestore import HomeStore
 from hetero.memory.layout import Bucket
 from hetero.train.gradients.homes import GradHomes
 from hetero.train.update import kernel
 from hetero.train.update.formulas import Coefficients, Formula
 from hetero.train.update.masters import Masters
+from hetero.train.update.passage import Operand, Passage
 from hetero.train.update.rules import Group, Rule, State, copied, is_elementwise
 from hetero.train.update.states import Elementwise, Ready, StateHomes, UpdatePiece, cut_run, pieces
 from hetero.types import Kind
@@ -58,6 +59,10 @@ class Update:
 
     bucket: Bucket
     slices: list[Slice] = field(default_factory=list)
+    portable: list[Portable] = field(default_factory=list)
+    """More slices, which may pass through HBM."""
+    may_pass: bool = True
+    """Whether there may be any."""
     finishes: list[Slice] = field(default_factory=list)
     together: list[Any] = field(default_factory=list)
     """Parameters that all ranks step at the same time (`together`), before anything else."""
@@ -101,6 +106,8 @@ class Bench:
     masters: Masters
     cores: Cores
     native: kernel.Native | None
+    passage: Passage
+    """The way of slices through HBM."""
     stream_to: torch.device | None
     """The device to which pieces of homes are brought; None: they are updated at home."""
 
@@ -129,10 +136,12 @@ class Bench:
         states: Mapping[str, Home],
         work: Callable[[slice], None],
         numel: int | None,
+        whole: slice | None = None,
     ) -> None:
         """Add a piece to an update, in slices of about ``numel`` elements; None: as a whole.
 
-        They are cut where chunks end or, if anything lies on disk, extents.
+        They are cut where chunks end or, if anything lies on disk, extents. ``whole``: only this
+        run of it.
         """
         bucket, pool = update.bucket, self.store.pool
         size = None
@@ -140,7 +149,8 @@ class Bench:
             size = bucket.chunk_numel * max(1, self.at_once(bucket, numel) // bucket.chunk_numel)
             size = pool.extent_numel if pool.spills else size
         param = self.param(bucket)
-        runs = list(kept_runs(piece.slices(size), param.kept))
+        cuts = piece.slices(size) if whole is None else cut_run(whole, size or sys.maxsize)
+        runs = list(kept_runs(cuts, param.kept))
         if param.on_device:
             update.on_device = True
             kept = [param, *states.values(), *self.lows(bucket)]
@@ -242,7 +252,32 @@ def draft_formula(
         grad = bench.grads.of(update.bucket)
         work = FormulaPass(bench, formula, numbers, update.bucket, grad, homes, fresh, factors)
         numel = formula_numel(grad.device, piece.numel, bench.cores.n_threads)
-        bench.add(update, piece, homes, work, numel)
+        begins = add_portable(update, piece, work)
+        if begins is None:
+            bench.add(update, piece, homes, work, numel)
+        elif begins > piece.run.start:
+            bench.add(update, piece, homes, work, numel, slice(piece.run.start, begins))
+
+
+def add_portable(update: Update, piece: UpdatePiece, work: FormulaPass) -> int | None:
+    """Add the end of a piece that may pass through HBM; return where it begins, None if none may.
+
+    Updates that began in backward do not: both links are busy then. Nor do first ones, which write
+    states that are not there yet.
+    """
+    passage, run = work.bench.passage, piece.run
+    first: int = max(run.start, passage.tail(update.bucket.numel))
+    if first >= run.stop or work.fresh or not update.may_pass or work.bench.store.pool.spills:
+        return None
+    if update.bucket.n_shares > 1 or not passage.takes(work.operands(slice(first, run.stop))):
+        return None
+    for part in cut(first, run.stop, passage.numel):
+        here, carried = partial(work, part), partial(work.carried, part)
+        if passage.is_only_way:
+            update.slices.append(carried)
+        else:
+            update.portable.append(Portable(here, carried, part.stop - part.start))
+    return first
 
 
 def formula_numel(place: torch.device, whole: int, n_threads: int) -> int | None:
@@ -285,19 +320,39 @@ class FormulaPass:
         with nullcontext() if bench.in_one_pass(bucket) else bench.turn():
             for key, value in self.fresh.items():
                 self.homes[key].part(run).fill_(value)
-            states = [home.part(run) for home in self.homes.values()]
-            param, low = bench.param(bucket).part(run), bench.masters.low(bucket).part(run)
-            with bench.streamed([param, low, *states], self.grad.part(run)) as ((p, l, *s), g):
-                kernel.update(
-                    self.formula,
-                    self.numbers,
-                    param=p,
-                    low=l,
-                    grad=g,
-                    states=s,
-                    factors=self.factors,
-                    native=bench.native,
-                )
+            *homes, grad = [each.part for each in self.operands(run)]
+            with bench.streamed(homes, grad) as (there, its_grad):
+                self._update([*there, its_grad])
+
+    def carried(self, run: slice) -> None:
+        """Update a slice on the device, as `Passage.carry`."""
+        passage, operands = self.bench.passage, self.operands(run)
+        passage.carry(operands, self._update, self.bucket.id, partial(self, run))
+
+    def operands(self, run: slice) -> list[Operand]:
+        """Return weights, low halves, states and gradients."""
+        bench, bucket = self.bench, self.bucket
+        states = [Operand(home, Kind.STATE, run) for home in self.homes.values()]
+        return [
+            Operand(bench.param(bucket), Kind.PARAM, run),
+            Operand(bench.masters.low(bucket), Kind.MASTER, run),
+            *states,
+            Operand(self.grad, Kind.GRAD, run, is_written=False),
+        ]
+
+    def _update(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Update tensors in the order of `operands`, on any device."""
+        param, low, *states, grad = tensors
+        kernel.update(
+            self.formula,
+            self.numbers,
+            param=param,
+            low=low,
+            grad=grad,
+            states=states,
+            factors=self.factors,
+            native=self.bench.native,
+        )
 
 
 # -- torch's rule, on flat runs ------------------------------------------------------------------

@@ -30,6 +30,7 @@ from hetero.train.update.arithmetic import (
     draft_whole,
 )
 from hetero.train.update.masters import Masters
+from hetero.train.update.passage import Passage
 from hetero.train.update.rules import Group, Rule, State, frozen, kinds_of, same
 from hetero.train.update.states import Ready, StateHomes, numbers_of
 from hetero.train.update.together import draft_together
@@ -63,13 +64,16 @@ class Drafts:
         masters: Masters,
         native: kernel.Native | None,
         cores: Cores,
+        passage: Passage,
         stream_to: torch.device | None = None,
     ) -> None:
         self.rule = Rule(inner)
         self.formula = self.rule.formula
         self.states = StateHomes(self.rule, layout, store)
         self._bench = Bench(
-            self.rule, self.states, store, grads.homes, masters, cores, native, stream_to
+            *(self.rule, self.states, store, grads.homes, masters, cores, native),
+            passage=passage,
+            stream_to=stream_to,
         )
         self._trials = Trials(self.rule, inner)
         self._params = params
@@ -126,7 +130,7 @@ class Drafts:
         """
         if any(slot.segment.index not in settings for slot in slots) or self.rule.known is None:
             return None
-        update = Update(bucket)
+        update = Update(bucket, may_pass=False)
         found: dict[int, tuple[Settings, list[Ready]]] = {}
         for slot in slots:
             now = settings[slot.segment.index]

@@ -1,6 +1,15 @@
-"""How fast HOST updates parameters, as measured (floor 2)."""
+"""How fast updates of homes on HOST are, as measured (floor 2)."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class _Row(NamedTuple):
+    began: float
+    ended: float
+    numel: int
+    passes: bool
 
 
 class UpdatePace:
@@ -8,20 +17,28 @@ class UpdatePace:
 
     def __init__(self) -> None:
         self.seconds_per_numel: float | None = None
-        """Of the last step; None before its updates are done."""
-        self._jobs: list[tuple[float, float, int]] = []
+        """Of the last step in which none passed through HBM; None before there was one."""
+        self.passing: float | None = None
+        """Of the last step in which some might; None before there was one."""
+        self._jobs: list[_Row] = []
 
-    def note(self, began: float, ended: float, numel: int) -> None:
-        """An update of ``numel`` parameters ran between two times, in seconds of one clock."""
+    def note(self, began: float, ended: float, numel: int, *, passes: bool = False) -> None:
+        """An update of ``numel`` parameters ran between two times, in seconds of one clock; with
+        ``passes``, some of it might pass through HBM."""
         if numel:
-            self._jobs.append((began, ended, numel))
+            self._jobs.append(_Row(began, ended, numel, passes))
 
     def close(self) -> None:
         """All updates of a step are done."""
         jobs, self._jobs = sorted(self._jobs), []
         busy, until = 0.0, 0.0
-        for began, ended, _ in jobs:  # several at once, or with pauses in between
-            busy += max(0.0, ended - max(began, until))
-            until = max(until, ended)
-        if jobs:
-            self.seconds_per_numel = busy / sum(numel for _, _, numel in jobs)
+        for row in jobs:  # several at once, or with pauses in between
+            busy += max(0.0, row.ended - max(row.began, until))
+            until = max(until, row.ended)
+        if not jobs:
+            return
+        pace = busy / sum(row.numel for row in jobs)
+        if any(row.passes for row in jobs):
+            self.passing = pace
+        else:
+            self.seconds_per_numel = pace

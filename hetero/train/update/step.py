@@ -20,7 +20,7 @@ import torch
 
 from hetero.errors import StorageError, too_early
 from hetero.events import EventLog, What
-from hetero.jobs import Job, Slice, Worker
+from hetero.jobs import Job, Portable, Slice, Worker
 from hetero.memory.layout import Bucket
 from hetero.train.gradients.slot import GradSlot
 from hetero.train.gradients.store import GradStore, LossScaling, norms_of
@@ -179,17 +179,22 @@ class Stepper:
         return updates
 
     def _job(self, update: Update, after: Sequence[Job]) -> Job:
-        slices = [partial(self._run, work) for work in update.slices]
+        run = self._run
+        slices = [partial(run, work) for work in update.slices]
+        portable = [
+            Portable(partial(run, each.here), partial(run, each.carried), each.numel)
+            for each in update.portable
+        ]
         finish = partial(_all, [*update.finishes, self.drafts.param(update.bucket).changes.end])
         after = [*after, *self._grads.adding(update.bucket)]
         numel = 0 if update.on_device else update.bucket.numel  # whose time is the device's
-        job = self._worker.job(slices, numel, finish=finish, after=after)
-        job.then = partial(self._note, update.bucket, numel)
+        job = self._worker.job(slices, numel, portable=portable, finish=finish, after=after)
+        job.then = partial(self._note, update.bucket, numel, bool(portable))
         return job
 
-    def _note(self, bucket: Bucket, numel: int, job: Job) -> None:
+    def _note(self, bucket: Bucket, numel: int, passes: bool, job: Job) -> None:
         if job.began is not None and job.ended is not None:
-            self.pace.note(job.began, job.ended, numel)
+            self.pace.note(job.began, job.ended, numel, passes=passes)
             self._log.add(
                 *(What.UPDATE, job.began, job.ended),
                 lane=Lane.UPDATE,

@@ -1,0 +1,111 @@
+"""Updates of homes on HOST that pass through an emulated device: the CPU's bits, and in order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import hetero
+from hetero.api import engine_of
+from hetero.device import CudaDevice
+from hetero.jobs import Worker
+from hetero.train.update.device_kernel import DeviceLibrary
+from hetero.types import Lane, Tier
+from tests.emulator import fake
+from tests.emulator.stalls import ALWAYS, CARRIED, CLIPPING, unexpected
+from tests.emulator.test_hbm_homes import (
+    a_larger_batch,
+    reads_between_steps,
+    run_on,
+    six_steps,
+    sums,
+    without_digests,
+)
+from tests.emulator.test_kernels import kernels
+from tests.equivalence.blocks import UNIT, UNITS, Run
+from tests.nvrtc import host
+
+__all__ = ["kernels", "without_digests"]  # fixtures
+SLICE = 14 * UNIT  # bytes that a unit's update reads: weights, low halves, gradients, two states
+
+
+def passed_bytes(run: Run, lane: Lane) -> int:
+    """Return the bytes of the last step's updates on a lane."""
+    return engine_of(run.model).setup.stats.n_bytes[lane]
+
+
+@pytest.mark.campaign(seconds=4)
+@pytest.mark.parametrize(
+    "train", [six_steps, sums, a_larger_batch, reads_between_steps], ids=lambda f: f.__name__
+)
+def test_updates_through_hbm_have_the_bits_of_updates_at_home(
+    train: Callable[[Run], None], kernels: DeviceLibrary, watched: None
+) -> None:
+    through = run_on(None, passing=1.0, worker=Worker(0))
+    down = run_on(False)
+    for run in (through, down):
+        train(run)
+
+    assert through.bits() == down.bits()
+    assert any(call.startswith("cuLaunchKernel adam_") for call in host.calls())
+
+
+def test_carriers_and_the_threads_of_host_share_an_update(
+    kernels: DeviceLibrary, watched: None
+) -> None:
+    shared, down = run_on(False, passing=0.5), run_on(False)
+    for run in (shared, down):
+        six_steps(run)
+    assert shared.bits() == down.bits()
+    assert passed_bytes(shared, Lane.H2D) > passed_bytes(down, Lane.H2D)
+
+
+def test_all_of_an_update_crosses_the_link_once_each_way(watched: None) -> None:
+    through, down = run_on(False, passing=1.0, worker=Worker(0)), run_on(False)
+    for run in (through, down):
+        six_steps(run)
+    more = {lane: passed_bytes(through, lane) - passed_bytes(down, lane) for lane in Lane}
+    assert more[Lane.H2D] == UNITS * SLICE
+    assert more[Lane.D2H] == UNITS * (SLICE - 2 * UNIT)  # gradients stay as they are
+
+
+def test_only_carriers_wait_for_what_they_carry(watched: None) -> None:
+    run = run_on(False, passing=0.5)
+    for number in range(12):
+        fake.forget_stalls()
+        run.step(number, clip=1.0)
+    found = unexpected(fake.stalls(), ALWAYS | CLIPPING | {CARRIED})
+    assert {stall.where for stall in found} <= {"outside of hetero"}  # the program's own batch
+
+
+def test_states_that_may_not_be_page_locked_are_updated_at_home(watched: None) -> None:
+    few = run_on(False, passing=1.0, pinned="64KiB")
+    down = run_on(False)
+    for run in (few, down):
+        six_steps(run)
+    device = engine_of(few.model).setup.device
+    assert isinstance(device, CudaDevice) and device.locked_bytes() <= 2**16
+    assert few.bits() == down.bits()
+
+
+def test_a_save_reads_states_while_updates_pass(tmp_path: Path, watched: None) -> None:
+    run = run_on(False, passing=0.5)
+    six_steps(run)
+    expected = run.bits()
+    saving = hetero.save_checkpoint(tmp_path / "c", run.model, run.optimizer, asynchronous=True)
+    run.step(6)
+    saving.wait()
+    again = run_on(False)
+    hetero.load_checkpoint(tmp_path / "c", again.model, again.optimizer)
+    assert again.bits() == expected
+
+
+def test_release_gives_back_slots_and_pages(watched: None) -> None:
+    run = run_on(False, passing=1.0)
+    six_steps(run)
+    setup = engine_of(run.model).setup
+    assert setup.device.locked_bytes() and setup.ledger.used(Tier.HBM)
+    hetero.release(run.model, run.optimizer)
+    assert setup.device.locked_bytes() == 0
