@@ -40,7 +40,7 @@ def test_it_is_wanted_where_a_step_gets_shorter(
     assert bool(found.wanted_bytes) == wanted == found.is_trying
 
 
-@pytest.mark.parametrize(("seconds", "trust"), [(0.9, Trust.KEPT), (0.99, Trust.DROPPED)])
+@pytest.mark.parametrize(("seconds", "trust"), [(0.85, Trust.KEPT), (0.95, Trust.DROPPED)])
 def test_it_is_kept_if_updates_were_faster_with_it(
     seconds: float, trust: Trust, monkeypatch: pytest.MonkeyPatch
 ) -> None:
