@@ -14,7 +14,7 @@ from hetero.device.comm import ALONE_COMM, Alone, Comm
 from hetero.errors import ConfigError
 from hetero.internals import is_traceable_wrapper_subclass
 from hetero.parallel.gloo import Gloo, local_ranks
-from hetero.train.model.parts import Parts, WholeTensors
+from hetero.train.model.parts import Parts, PlainTensors
 
 REPLICATE, SHARD, TENSOR = "dp_replicate", "dp_shard", "tp"
 AXES = (REPLICATE, SHARD, TENSOR)
@@ -25,7 +25,7 @@ def parts_of(model: Any) -> Parts:
     """Return what a model's parameters have inside: DTensors, if any of them is one."""
     params = model.parameters() if isinstance(model, nn.Module) else ()
     if not any(map(is_traceable_wrapper_subclass, params)):
-        return WholeTensors()
+        return PlainTensors()
     # other models do not pay for the import
     from hetero.parallel.tensor import dtensors_of
 

@@ -23,12 +23,12 @@ from hetero.train.model.binding import Binding, PartBinding
 from hetero.train.model.faults import (
     GEOMETRY,
     METADATA,
-    Bound,
+    BoundPage,
     Faults,
-    Unbound,
+    UnboundPage,
     paged_classes,
 )
-from hetero.train.model.parts import Parted, WholeTensors
+from hetero.train.model.parts import Parted, PlainTensors
 
 LINEAR = ("sum", "avg")
 """Ways to come from addends to a gradient under which several passes add up, addend by addend."""
@@ -49,7 +49,7 @@ class PreparedDTensor:
         return nn.Parameter(like(param, value), param.requires_grad)
 
 
-class UnboundDTensor(PreparedDTensor, Unbound, DTensor):
+class UnboundDTensor(PreparedDTensor, UnboundPage, DTensor):
     """A DTensor whose bytes are elsewhere. Its own methods ask no ``__torch_function__``."""
 
     __slots__ = ()
@@ -88,7 +88,7 @@ class UnboundDTensor(PreparedDTensor, Unbound, DTensor):
         return cls.hetero_runtime.fault(func, args, kwargs or {})
 
 
-class BoundDTensor(PreparedDTensor, Bound, DTensor):
+class BoundDTensor(PreparedDTensor, BoundPage, DTensor):
     """A DTensor whose local tensor lies in a pinned frame."""
 
     __slots__ = ()
@@ -324,10 +324,10 @@ def settled(tensor: DTensor) -> DTensor:
     return tensor if wait is None else like(tensor, wait())
 
 
-def dtensors_of(model: nn.Module) -> DTensors | WholeTensors:
+def dtensors_of(model: nn.Module) -> DTensors | PlainTensors:
     """Return the parts of a model whose DTensors are all on the ranks of the first one."""
     first = next((p for p in model.parameters() if isinstance(p, DTensor)), None)
-    return WholeTensors() if first is None else DTensors(ranks_of(first))
+    return PlainTensors() if first is None else DTensors(ranks_of(first))
 
 
 def ranks_of(param: DTensor) -> list[int]:

@@ -26,7 +26,7 @@ from hetero.train.activations.reach import Reach
 from hetero.train.activations.saved import SavedTensors
 from hetero.train.activations.structure import flatten, told_apart
 from hetero.train.model.graph import versions
-from hetero.train.model.parts import Parts, WholeTensors
+from hetero.train.model.parts import Parts, PlainTensors
 
 Call = Callable[..., Any]
 BeforeNode = Callable[[Any, Callable[..., None]], None]
@@ -64,7 +64,7 @@ class Forward:
         self._module = module
         self._call = call
         self._saved = saved
-        self._parts = WholeTensors() if saved is None else saved.parts
+        self._parts = PlainTensors() if saved is None else saved.parts
         leaves, self._structure = flatten((tuple(args), kwargs))
         self.distinct, self._places = told_apart(leaves)
         self._caches = {

@@ -28,7 +28,7 @@ from hetero.train.activations.held import GraphFootprint, Held, Kept
 from hetero.train.activations.offload import Offload
 from hetero.train.activations.proof import Digests
 from hetero.train.model.binding import without_faults
-from hetero.train.model.parts import Parted, Parts, WholeTensors
+from hetero.train.model.parts import Parted, Parts, PlainTensors
 
 
 class SavedView(NamedTuple):
@@ -176,7 +176,7 @@ class SavedTensors:
         parts: Parts | None = None,
     ) -> None:
         self.footprint = footprint or GraphFootprint()
-        self.parts = parts or WholeTensors()
+        self.parts = parts or PlainTensors()
         self._packs = PartPack if self.parts.kinds else Pack
         self.views = views
         self.digests: Digests | None = None

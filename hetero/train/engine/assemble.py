@@ -16,7 +16,7 @@ from hetero.train.engine.paged import Paged
 from hetero.train.engine.resident import Mastered, Resident
 from hetero.train.engine.setup import Setup, set_up
 from hetero.train.engine.tuning import Tuning
-from hetero.train.model.parts import Parts, WholeTensors
+from hetero.train.model.parts import Parts, PlainTensors
 
 
 def assemble(
@@ -32,7 +32,7 @@ def assemble(
     """Move the parameters to their homes and attach everything; undone on any failure."""
     setup = set_up(
         *(model, optimizer, config, device, blueprint, tuning or Tuning(), comm),
-        parts or WholeTensors(),
+        parts or PlainTensors(),
     )
     interrupts.hold(setup)
     residence: Paged | Resident | None = None

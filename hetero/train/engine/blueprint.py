@@ -25,7 +25,7 @@ from hetero.memory.layout import (
 )
 from hetero.train.engine.check import pageable, pages, tables
 from hetero.train.gradients.crossing import exchange_bytes
-from hetero.train.model.parts import Parts, WholeTensors
+from hetero.train.model.parts import Parts, PlainTensors
 from hetero.train.model.units import Unit, assign, find_units
 from hetero.train.update.masters import WORKING, low_dtype, named_by, working_dtypes
 from hetero.train.update.rules import Group, Rule
@@ -149,7 +149,7 @@ def draw(
 ) -> Blueprint:
     """Find the units, lay out the buckets and size the states, for a CPU unless a device is given;
     touches nothing. ``n_copies`` of the homes are cut in ``n_shares`` each, one a rank."""
-    device, parts = device or CpuDevice(), parts or WholeTensors()
+    device, parts = device or CpuDevice(), parts or PlainTensors()
     owned = {id(p) for g in optimizer.param_groups for p in g["params"]} if optimizer else set()
     units, home = assign(model, find_units(model, config.units))
     check_tables(model, config)

@@ -21,7 +21,7 @@ from hetero.internals import is_traceable_wrapper_subclass, storage_uses, tree_i
 from hetero.memory.codec import is_finite, refusal
 from hetero.memory.layout import Layout
 from hetero.train.model.empty import promised
-from hetero.train.model.parts import Parts, WholeTensors
+from hetero.train.model.parts import Parts, PlainTensors
 from hetero.train.model.units import PART, has_params
 from hetero.train.update.optimizer import Optimizer
 from hetero.train.update.trial import check_optimizer
@@ -38,7 +38,7 @@ def check_model(model: object, *, weights: bool = False, parts: Parts | None = N
     A parameter may be empty (on the meta device) if ``weights`` are to come, or if it knows where
     its values are.
     """
-    parts = parts or WholeTensors()
+    parts = parts or PlainTensors()
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model is a {type(model).__name__}", advice="pass an nn.Module")
     for name, module in model.named_modules():

@@ -34,7 +34,7 @@ from hetero.train.engine.handover import Handover
 from hetero.train.engine.hbm_homes import bytes_of, total_bytes
 from hetero.train.engine.snapshot import Saver
 from hetero.train.engine.tuning import Tuning
-from hetero.train.model.parts import Parts, WholeTensors
+from hetero.train.model.parts import Parts, PlainTensors
 from hetero.train.update.masters import Masters
 from hetero.train.update.passage import N_SLOTS
 from hetero.types import Kind, Lane, Tier
@@ -70,7 +70,7 @@ class Setup:
     masters: Masters
     worker: Worker
     handover: Handover
-    parts: Parts = field(default_factory=WholeTensors)
+    parts: Parts = field(default_factory=PlainTensors)
     hooks: Hooks = field(default_factory=Hooks)
     saver: Saver = field(default_factory=Saver)
     steps: int = 0

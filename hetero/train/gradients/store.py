@@ -46,7 +46,7 @@ from hetero.train.gradients.slot import (
 from hetero.train.gradients.sums import GradSums
 from hetero.train.model.binding import get_grad, set_grad
 from hetero.train.model.host_work import host_work
-from hetero.train.model.parts import Parts, WholeTensors
+from hetero.train.model.parts import Parts, PlainTensors
 from hetero.types import noop
 
 
@@ -96,7 +96,7 @@ class GradStore:
         self._sums_on_host = not device.is_cuda  # are their norms taken there, by jobs
         self.scaling = LossScaling()
         self.params = params
-        self.parts = parts or WholeTensors()
+        self.parts = parts or PlainTensors()
         self._cut: set[int] = set()  # gradients of which every rank had the whole
         self._layout = layout
         self._index = {id(p): i for i, p in enumerate(params)}

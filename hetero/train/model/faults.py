@@ -194,7 +194,7 @@ class Prepared:
             return nn.Parameter(value, param.requires_grad)
 
 
-class Bound(Prepared):
+class BoundPage(Prepared):
     """A parameter whose ``data`` lies in a pinned frame."""
 
     __torch_function__ = no_torch_function
@@ -208,7 +208,7 @@ class Bound(Prepared):
         self.hetero_runtime.assign(self, value)
 
 
-class Unbound(Prepared):
+class UnboundPage(Prepared):
     """A parameter whose bytes are fetched when needed."""
 
     hetero_paged = True
@@ -244,11 +244,11 @@ class Unbound(Prepared):
         return owner.fault(func, args, kwargs)
 
 
-class BoundParameter(Bound, nn.Parameter):
+class BoundParameter(BoundPage, nn.Parameter):
     """A plain tensor in a pinned frame."""
 
 
-class UnboundParameter(Unbound, nn.Parameter):
+class UnboundParameter(UnboundPage, nn.Parameter):
     """A plain tensor whose bytes are elsewhere."""
 
     @classmethod

@@ -3,7 +3,7 @@
 Such a parameter is a wrapper: it shows the geometry of the larger tensor, and has a plain tensor of
 this rank's own inside. Homes, frames and updates are of the plain tensors; the wrapper stays the
 user's object, with its class, its version and its gradient. What knows of one kind of wrapper is
-given by `prepare`; a model without any has `WholeTensors`.
+given by `prepare`; a model without any has `PlainTensors`.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Parts(Protocol):
         parts of it. ``whole``: of gradients that `fit` has cut. Collective."""
 
 
-class WholeTensors:
+class PlainTensors:
     """Every parameter is a plain tensor."""
 
     kinds: tuple[type, ...] = ()
