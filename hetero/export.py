@@ -85,8 +85,10 @@ def write(
         opened: list[StagedFiles | Unwritten] = []
 
         def begin() -> bytes:
+            files: StagedFiles | Unwritten
             files = StagedFiles(directory, io) if ranks.rank == 0 else Unwritten(reads)
-            opened.append(undo.enter_context(files))
+            undo.enter_context(files)
+            opened.append(files)
             files.check_room(sum(item.n_bytes for item in items))
             return b""
 

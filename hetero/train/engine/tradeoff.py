@@ -122,7 +122,10 @@ class Tradeoff:
         return best.room_bytes if best.seconds < WORTH * cheapest else None
 
     def _let_pass(self, step: Weighed, traffic: Mapping[int, Traffic]) -> None:
-        """Weigh whether some of a step's updates should pass through HBM."""
+        """Weigh whether some of a step's updates should pass through HBM: those of shares do not,
+        nor where nothing takes time."""
+        if self._layout.is_shared or not step.seconds:
+            return
         share = passing_share(traffic, step.held, self._copies)
         seconds = step_seconds(
             *(step.stages, traffic, step.held, self._copies), early=self._early, passing=share
