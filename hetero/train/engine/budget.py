@@ -192,7 +192,8 @@ def decide(
         check_hbm(budget)
         if device.is_cuda and not device.same_ram and not plan.is_shared:
             short = plan.home_bytes + passing_bytes(plan) - memory.host
-            budget.fix(first_homes(plan, budget.divisible, short))
+            fixed = first_homes(plan, budget.divisible, short, nvme=bool(config.nvme))
+            budget.fix(fixed)
         if config.nvme:
             up = frozenset(homes.bucket for homes in budget.on_hbm)
             budget.spill = draw_spill(

@@ -49,12 +49,18 @@ def bytes_of(plan: Blueprint, bucket: Bucket, *, sums: bool) -> int:
     return bucket.home_bytes + bucket.share_numel * sum(sizes.values())
 
 
-def first_homes(plan: Blueprint, hbm: Hbm, short_bytes: int) -> tuple[BucketHomes, ...]:
+def first_homes(
+    plan: Blueprint, hbm: Hbm, short_bytes: int, *, nvme: bool
+) -> tuple[BucketHomes, ...]:
     """Return the homes that begin on HBM so that HOST has to hold ``short_bytes`` less.
 
-    As many as fit with the frames of a few units, and one of them in activations.
+    As many as fit with the frames of a few units, and one of them in activations. If not all of the
+    bytes fit there and a disk takes the rest, activations get a half of HBM: these homes may not
+    move to disk later.
     """
     room = hbm.most_bytes - (WIDEST + 1) * hbm.least_bytes
+    if nvme and short_bytes > room:
+        room = min(room, hbm.most_bytes // 2)
     found: list[BucketHomes] = []
     for homes in movable_homes(plan, is_cuda=True):
         if short_bytes <= 0:
