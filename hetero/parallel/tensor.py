@@ -241,11 +241,11 @@ class DTensors:
             binding.set_grad(param, there)
         return there._local_tensor
 
-    def show_grad(self, param: nn.Parameter, grad: torch.Tensor) -> None:
-        if isinstance(param, DTensor):
-            now = binding.get_grad(param)
-            grad = like(now if isinstance(now, DTensor) else param, grad)
-        binding.set_grad(param, grad)
+    def as_grad(self, param: nn.Parameter, grad: torch.Tensor) -> torch.Tensor:
+        if not isinstance(param, DTensor):
+            return grad
+        now = binding.get_grad(param)
+        return like(now if isinstance(now, DTensor) else param, grad)
 
     def fit(self, param: nn.Parameter, name: str) -> bool:
         grad = binding.get_grad(param)

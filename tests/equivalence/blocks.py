@@ -11,7 +11,7 @@ import hetero
 from hetero.api import engine_of, prepare_tuned
 from hetero.config import Config
 from hetero.device import Device
-from hetero.jobs import Worker
+from hetero.jobs import Slice, Worker
 from hetero.train.engine.engine import Engine
 from hetero.train.engine.paged import Paged
 from hetero.train.engine.tuning import Tuning
@@ -48,6 +48,7 @@ class Run:
         homes_on_hbm: bool | None,
         passing: float | None = None,
         worker: Worker | None = None,
+        pause: Slice | None = None,
         **settings: Any,
     ) -> None:
         torch.manual_seed(5)
@@ -55,7 +56,7 @@ class Run:
         settings = {"activations": "keep", "chunk_bytes": 4096, **settings}
         config = Config.load(device=device, hbm=hbm, **settings)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        tuning = Tuning(homes_on_hbm=homes_on_hbm, passing=passing, worker=worker)
+        tuning = Tuning(homes_on_hbm=homes_on_hbm, passing=passing, worker=worker, pause=pause)
         self.model, self.optimizer = prepare_tuned(model, optimizer, config, tuning)
         self.most = 0
         """Buckets with homes on HBM, at most."""

@@ -164,7 +164,7 @@ def kept(param: nn.Parameter, parts: Parts) -> torch.Tensor | None:
     """Return a parameter's gradient, out of its home."""
     grad = parts.grad(param)
     if isinstance(grad, LazyGrad):
-        parts.show_grad(param, grad.slot.keep())
+        return parts.as_grad(param, grad.slot.keep())
     return binding.get_grad(param)
 
 

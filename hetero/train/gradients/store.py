@@ -228,7 +228,8 @@ class GradStore:
         """Make ``p.grad`` a gradient at home."""
         spec = slot.segment.spec
         grad = LazyGrad(slot, spec.shape, spec.stride, spec.dtype, self.place)
-        self.parts.show_grad(self.params[index], grad)
+        param = self.params[index]
+        set_grad(param, self.parts.as_grad(param, grad))
 
     def take_plain(self) -> None:
         """Flush gradients set by the user: a scaled backward pass must not add to them."""

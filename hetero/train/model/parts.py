@@ -74,8 +74,8 @@ class Parts(Protocol):
     def grad(self, param: torch.Tensor) -> torch.Tensor | None:
         """Return the plain tensor of ``param.grad``, without a fault."""
 
-    def show_grad(self, param: nn.Parameter, grad: torch.Tensor) -> None:
-        """Set ``param.grad``: ``grad`` is wrapped as the present one is, or as the parameter."""
+    def as_grad(self, param: nn.Parameter, grad: torch.Tensor) -> torch.Tensor:
+        """Return a gradient wrapped as the parameter's present one is, or as the parameter."""
 
     def fit(self, param: nn.Parameter, name: str) -> bool:
         """Cut ``param.grad`` to the parameter's own part if it is another; returns whether it was
@@ -104,12 +104,14 @@ class PlainTensors:
     point = staticmethod(binding.point)
     plain = staticmethod(binding.plain)
     grad = staticmethod(binding.get_grad)
-    show_grad = staticmethod(binding.set_grad)
 
     def check(self, name: str, param: nn.Parameter) -> None: ...
 
     def inside(self, tensor: torch.Tensor) -> torch.Tensor | None:
         return None
+
+    def as_grad(self, param: nn.Parameter, grad: torch.Tensor) -> torch.Tensor:
+        return grad
 
     def local(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
