@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.draw import UNKNOWN_SECONDS, campaign_of, commit, drawn, expected
+from tests.draw import UNKNOWN_SECONDS, campaign_of, commit, drawn, expected, share_of_all
 from tests.emulator.plugin import Emulated
 from tests.emulator.process import HERE
 from tests.times import Times
@@ -51,13 +51,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if item.get_closest_marker("campaign") and not item.get_closest_marker("slow"):
             campaigns[campaign_of(item.nodeid)].append(item)
     known = expected()
+    asked = {name: seconds_of(cases[0]) for name, cases in campaigns.items()}
+    share = share_of_all(asked.values())
     for name, cases in campaigns.items():
-        seconds = cases[0].get_closest_marker("campaign").kwargs["seconds"]
         names, case_seconds = [case.nodeid for case in cases], known.get(name, UNKNOWN_SECONDS)
-        taken = drawn(names, seconds, case_seconds, config.option.campaign_seed)
+        taken = drawn(names, share * asked[name], case_seconds, config.option.campaign_seed)
         for case in cases:
             if case.nodeid not in taken:
                 case.add_marker(pytest.mark.slow)
+
+
+def seconds_of(case: pytest.Item) -> float:
+    marker = case.get_closest_marker("campaign")
+    assert marker is not None
+    return float(marker.kwargs["seconds"])
 
 
 @pytest.hookimpl(wrapper=True)

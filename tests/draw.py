@@ -4,8 +4,9 @@ The seed is the commit, so that over many commits all cases are run. What is lef
 the chance of one case more: a campaign whose cases are longer than its seconds is run by some
 commits only, and over many commits each campaign takes its seconds. How long a case takes is the
 mean of its campaign in `case_seconds.tsv`, which is committed: every process of a run, and every
-repetition of it, draws the same cases. `python -m tests.draw [FILE]` brings it up to date from the
-seconds that a run left (`bash tests/run.sh --all` runs all cases).
+repetition of it, draws the same cases. All campaigns of a run take `ALL_SECONDS` at most.
+`python -m tests.draw [FILE]` brings the file up to date from the seconds that a run left
+(`bash tests/run.sh --all` runs all cases).
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from tests.times import LAST, Row, read
 
 ROOT = Path(__file__).parent.parent
 KNOWN = ROOT / "tests/case_seconds.tsv"
+ALL_SECONDS = 150.0
+"""CPU seconds of all campaigns of a run."""
 UNKNOWN_SECONDS = 4.0
 """CPU seconds that are expected of a case of a campaign that was not measured yet."""
 
@@ -49,6 +52,12 @@ def drawn(tests: Collection[str], seconds: float, case_seconds: float, seed: str
     dice = random.Random(f"{seed} {campaign_of(order[0])}")
     dice.shuffle(order)
     return set(order[: int(seconds / max(case_seconds, 0.001) + dice.random())])
+
+
+def share_of_all(asked: Iterable[float]) -> float:
+    """Return the part of its seconds that each campaign gets, so that all of them take at most
+    `ALL_SECONDS`: a new campaign takes from the others, and not from the time of a commit."""
+    return min(1.0, ALL_SECONDS / max(sum(asked), 0.001))
 
 
 def expected(path: Path = KNOWN) -> dict[str, float]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.draw import drawn, expected, file_of, record
+from tests.draw import ALL_SECONDS, drawn, expected, file_of, record, share_of_all
 from tests.times import Row, Seconds, by_file, now, read, write
 
 CASES = [f"tests/test_a.py::test_many[{number}]" for number in range(20)]
@@ -32,6 +32,12 @@ def test_what_is_drawn_fits_the_seconds_within_a_case(
 def test_over_many_seeds_a_campaign_takes_its_seconds() -> None:
     n_cases = sum(len(drawn(CASES, 6, 24.0, str(seed))) for seed in range(1000))
     assert 0.2 < n_cases / 1000 < 0.3
+
+
+def test_all_campaigns_together_take_no_more_than_their_seconds() -> None:
+    assert share_of_all([ALL_SECONDS / 4] * 2) == 1.0
+    asked = [ALL_SECONDS, 2 * ALL_SECONDS, ALL_SECONDS]
+    assert sum(asked) * share_of_all(asked) == pytest.approx(ALL_SECONDS)
 
 
 def test_over_many_seeds_all_cases_are_drawn() -> None:

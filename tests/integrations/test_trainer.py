@@ -312,6 +312,7 @@ def test_weights_on_disk_train_and_are_saved_alike(tmp_path: Path) -> None:
     assert sum(row.get("hetero/write_bytes", 0) for row in found.state.log_history) > 0
 
 
+@pytest.mark.slow
 def test_a_batch_that_does_not_fit_makes_way_for_a_smaller_one(tmp_path: Path) -> None:
     failed: list[tuple[int, int]] = []
 

@@ -441,7 +441,7 @@ def stops(rank: int) -> None:
     loss_at(model, RUN, 0, rank).backward()
     optimizer.step()
     if rank == 1:
-        signal.alarm(8)  # ends this process: the handler's default
+        signal.alarm(5)  # ends this process: the handler's default
         time.sleep(60)
     optimizer.zero_grad()
     loss_at(model, RUN, 1, rank).backward()

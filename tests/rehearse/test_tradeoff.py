@@ -25,6 +25,7 @@ def test_the_automatic_choice_is_near_the_best_of_others(shape: Shape) -> None:
     assert found.step_seconds < 0.95 * max(others)  # it matters
 
 
+@pytest.mark.slow
 def test_a_plan_takes_no_ram_that_the_machine_has_not() -> None:
     scene = scene_for(SHAPES[2])
     peak = rehearse(scene).peaks[Tier.HOST]
