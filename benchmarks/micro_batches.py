@@ -160,8 +160,8 @@ class Block(nn.Module):
 
 
 def run(most: int, frames: int, device: str) -> dict[str, Any]:
-    """Train a step of micro-batches of which ``most`` wait for their backwards, beside plain torch;
-    return its fetches, those of its plan, and whether all weights are equal."""
+    """Train steps of micro-batches, of which ``most`` wait for their backwards, and plain torch's;
+    return the fetches of one, those of its plan, and whether all weights are equal."""
     torch.manual_seed(0)
     plain = nn.Sequential(*(Block() for _ in range(UNITS)))
     hbm = frames * UNIT_BYTES + activations(plain, most, device)

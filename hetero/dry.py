@@ -211,7 +211,7 @@ class DryDevice(CpuDevice):
     def is_direct(self, memory: torch.Tensor) -> bool:
         return memory.untyped_storage()._cdata not in self._pageable
 
-    def beside(
+    def on_side_stream(
         self, lane: Lane, work: Callable[[], object], after: Iterable[Ticket], n_bytes: int
     ) -> Ticket:
         work()

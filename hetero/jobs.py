@@ -289,7 +289,7 @@ class Worker:
 
     Args:
         n_threads: 0 runs every job in `submit`.
-        n_carriers: threads beside them that carry slices which may be carried.
+        n_carriers: more threads, which carry slices that may be carried.
         pick: which of n waiting jobs a thread helps with next (tests reorder here).
     """
 

@@ -79,7 +79,7 @@ class CpuDevice:
     def is_direct(self, memory: torch.Tensor) -> bool:
         return True
 
-    def beside(
+    def on_side_stream(
         self, lane: Lane, work: Callable[[], object], after: Iterable[Ticket], n_bytes: int
     ) -> Ticket:
         work()

@@ -115,10 +115,10 @@ class CudaDevice:
     def is_direct(self, memory: torch.Tensor) -> bool:
         return self._locked.holds(memory)
 
-    def beside(
+    def on_side_stream(
         self, lane: Lane, work: Callable[[], object], after: Iterable[Ticket], n_bytes: int
     ) -> Ticket:
-        return self._lanes.beside(lane, work, self._staging.queued(after))
+        return self._lanes.on_side_stream(lane, work, self._staging.queued(after))
 
     def launch(self, begin: Callable[[], Collective], after: Iterable[Ticket]) -> Ticket:
         """Queue a collective of another library; see `CudaLanes.launch`. The host waits until

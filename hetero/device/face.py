@@ -178,7 +178,7 @@ class Device(Protocol):
     def is_direct(self, memory: torch.Tensor) -> bool:
         """Whether copies of these bytes of HOST go without stages."""
 
-    def beside(
+    def on_side_stream(
         self, lane: Lane, work: Callable[[], object], after: Iterable[Ticket], n_bytes: int
     ) -> Ticket:
         """Queue operations on the device's tensors on REDUCE or UPDATE, after tickets and in no

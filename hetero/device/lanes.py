@@ -44,7 +44,9 @@ class CudaLanes:
         that asks, in order of the current stream, which is the lane's."""
         return self._run(Lane.GATHER, lambda: begin().wait(), after)
 
-    def beside(self, lane: Lane, work: Callable[[], object], after: Iterable[Ticket]) -> Ticket:
+    def on_side_stream(
+        self, lane: Lane, work: Callable[[], object], after: Iterable[Ticket]
+    ) -> Ticket:
         """Queue operations on the device's tensors, after tickets that have events, in no order
         with compute's."""
         return self._run(lane, work, after)

@@ -127,7 +127,7 @@ class SimDevice(CpuDevice):
         return ticket
 
     @one_at_a_time
-    def beside(
+    def on_side_stream(
         self, lane: Lane, work: Callable[[], object], after: Iterable[Ticket], n_bytes: int
     ) -> Ticket:
         self._tick()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import nn
@@ -168,7 +168,7 @@ class DTensors:
         return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
     def wrapping(self, tensor: torch.Tensor) -> Parted:
-        spec = tensor._spec  # type: ignore[attr-defined]  # of a DTensor
+        spec = cast("DTensor", tensor)._spec
 
         def wrap(local: torch.Tensor) -> torch.Tensor:
             return DTensor(local, spec_for(spec, local.dtype), requires_grad=False)

@@ -175,10 +175,10 @@ def test_an_error_on_the_way_surfaces_as_that_of_an_update_at_home(
     six_steps(run)
     device = run.engine.setup.device
 
-    def beside(*given: Any) -> Any:
+    def on_side_stream(*given: Any) -> Any:
         raise RuntimeError("the kernel failed")
 
-    monkeypatch.setattr(device, "beside", beside)
+    monkeypatch.setattr(device, "on_side_stream", on_side_stream)
     monkeypatch.setattr(run.engine.setup.worker, "submit", lambda job: job.help(carries=True))
     with pytest.raises((RuntimeError, HeteroError), match="the kernel failed"):
         run.step(6)

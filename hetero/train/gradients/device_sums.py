@@ -76,7 +76,7 @@ class DeviceSums:
                     )
                     last = self._bring(values[rank][here], take, last, bucket)
                 if not begins:
-                    last = self._beside(partial(total.add_, group_total), (last,), total)
+                    last = self._on_side(partial(total.add_, group_total), (last,), total)
         self._link.sync(last, kind=Kind.GRAD, bucket=bucket)
 
     def pass_time(self, n_bytes: int, bucket: int) -> None:
@@ -95,15 +95,15 @@ class DeviceSums:
         slot = self._slab.carve(number * self._space.slot_bytes, addend.nbytes)
         free = self._free[number]
         up = self._up(slot, addend.view(torch.uint8), () if free is None else (free,), bucket)
-        taken = self._beside(partial(take, slot.view(addend.dtype)), (up, before), addend)
+        taken = self._on_side(partial(take, slot.view(addend.dtype)), (up, before), addend)
         self._free[number] = taken
         return taken
 
-    def _beside(
+    def _on_side(
         self, work: Callable[[], object], after: Iterable[Ticket], addend: torch.Tensor
     ) -> Ticket:
         n_bytes = 3 * addend.nbytes  # it and a total are read, a total is written
-        return self._device.beside(Lane.REDUCE, work, after, n_bytes)
+        return self._device.on_side_stream(Lane.REDUCE, work, after, n_bytes)
 
     def _up(
         self, here: torch.Tensor, there: torch.Tensor, after: Iterable[Ticket], bucket: int

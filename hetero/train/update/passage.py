@@ -159,7 +159,9 @@ class Passage:
                     queued.append(self._move(Lane.H2D, up, here, each.kind, bucket, ()))
                 sizes = zip(operands, there, strict=True)
                 n_bytes = sum(up.nbytes * (1 + each.is_written) for each, up in sizes)
-                made = self._device.beside(Lane.UPDATE, lambda: update(there), [*queued], n_bytes)
+                made = self._device.on_side_stream(
+                    Lane.UPDATE, lambda: update(there), [*queued], n_bytes
+                )
                 queued.append(made)
                 for each, here, up in zip(operands, parts, there, strict=True):
                     if each.is_written:
