@@ -130,7 +130,7 @@ def fill(files: StagedFiles | Unwritten, name: str, part: Sequence[Item], reads:
     pieces = bytes_of(part)
     try:
         files.write(name, n_bytes, chain([head], pieces))
-    except Exception:
+    except Exception:  # of any kind: the others read on, and hear of it after this file
         for _ in pieces if reads else ():
             pass
         raise
