@@ -24,7 +24,7 @@ from hetero.device.face import (
 from hetero.device.lanes import Collective, CudaLanes
 from hetero.device.locked import LockedMemory
 from hetero.device.memory import CudaMemory
-from hetero.device.process import first_line
+from hetero.device.process import first_line, settle_backward_at_exit
 from hetero.device.rates import LaneRates
 from hetero.device.staging import LEAST_BYTES, StagedTicket, Staging, on_lanes, stages_bytes
 from hetero.errors import ConfigError
@@ -64,6 +64,7 @@ class CudaDevice:
                 f"{self.name} cannot be used: {first_line(error)}",
                 advice="end other processes on it (nvidia-smi lists them), or use another one",
             ) from error
+        settle_backward_at_exit(self.torch_device)
         found = torch.cuda.get_device_properties(self.torch_device)
         self.shares_ram = bool(getattr(found, "is_integrated", False))
         self._locked = LockedMemory(self.torch_device, self._lanes.settle)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
+import os
 import struct
+from contextlib import suppress
 from typing import NamedTuple
 
 import torch
@@ -39,6 +42,38 @@ def use_accelerator(number: int) -> None:
 def accelerator_name() -> str | None:
     """Return the CUDA device's name, None without one."""
     return torch.cuda.get_device_name() if torch.cuda.is_available() else None
+
+
+def settle_backward_at_exit(device: torch.device) -> None:
+    """Let the interpreter end only when the thread of a device's backward has let go of Python.
+
+    That thread frees what it ran (graph nodes, hooks, what they saved) after `backward` returned or
+    raised. If the interpreter ends meanwhile, it ends the thread inside of torch, and that aborts
+    the process: SIGABRT in place of the exit status.
+    """
+    if not _SETTLED:
+        atexit.register(_settle_backward)
+    _SETTLED.setdefault(device, os.getpid())
+
+
+_SETTLED: dict[torch.device, int] = {}
+"""Devices whose backward is waited for at the end, and the processes that use them."""
+
+
+def _settle_backward() -> None:
+    for device, pid in _SETTLED.items():
+        if pid == os.getpid():  # a fork has no such thread
+            with suppress(RuntimeError), torch.enable_grad():  # a device that failed takes no work
+                pass_through_backward(device)
+
+
+def pass_through_backward(device: torch.device) -> None:
+    """Return when the thread of a device's backward has finished what it was given before.
+
+    It takes one task after another; this one is a view's, which launches no kernel.
+    """
+    leaf = torch.empty(1, device=device, requires_grad=True)
+    torch.autograd.grad(leaf.view(-1), leaf, torch.empty(1, device=device))
 
 
 def return_large_blocks() -> None:
