@@ -6,7 +6,9 @@ import atexit
 import ctypes
 import os
 import struct
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -51,29 +53,28 @@ def settle_backward_at_exit(device: torch.device) -> None:
     raised. If the interpreter ends meanwhile, it ends the thread inside of torch, and that aborts
     the process: SIGABRT in place of the exit status.
     """
-    if not _SETTLED:
+    if not _TASKS:
         atexit.register(_settle_backward)
-    _SETTLED.setdefault(device, os.getpid())
+    if device not in _TASKS:
+        with torch.inference_mode(False), torch.enable_grad():
+            leaf = torch.empty(1, device=device, requires_grad=True)
+            view, grad = leaf.view(-1), torch.empty(1, device=device)
+        _TASKS[device] = os.getpid(), partial(torch.autograd.grad, view, leaf, grad)
 
 
-_SETTLED: dict[torch.device, int] = {}
-"""Devices whose backward is waited for at the end, and the processes that use them."""
+_TASKS: dict[torch.device, tuple[int, Callable[[], object]]] = {}
+"""By device: the process that uses it, and a task of no work for its backward."""
+_KEPT: list[object] = []
+"""What came of them: the thread frees no Python object with a task then."""
 
 
 def _settle_backward() -> None:
-    for device, pid in _SETTLED.items():
+    """Return when the threads of backward have finished what they were given before: each takes one
+    task after another. This one is a view's, which launches no kernel."""
+    for pid, task in _TASKS.values():
         if pid == os.getpid():  # a fork has no such thread
-            with suppress(RuntimeError), torch.enable_grad():  # a device that failed takes no work
-                pass_through_backward(device)
-
-
-def pass_through_backward(device: torch.device) -> None:
-    """Return when the thread of a device's backward has finished what it was given before.
-
-    It takes one task after another; this one is a view's, which launches no kernel.
-    """
-    leaf = torch.empty(1, device=device, requires_grad=True)
-    torch.autograd.grad(leaf.view(-1), leaf, torch.empty(1, device=device))
+            with suppress(RuntimeError):  # a device that failed takes no work
+                _KEPT.append(task())
 
 
 def return_large_blocks() -> None:
