@@ -406,7 +406,7 @@ def test_a_gradient_that_is_read_before_its_pass_is_over_is_an_error() -> None:
 
 
 def dies(rank: int, at: str) -> None:
-    model, optimizer = prepared(timeout_seconds=20.0)
+    model, optimizer = prepared(timeout_seconds=3600.0)  # longer than the test may last
     for step in range(3):
         if rank == 1 and step == 1 and at == "forward":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -425,10 +425,8 @@ def dies(rank: int, at: str) -> None:
 @pytest.mark.parametrize("at", ["forward", "backward", "step"])
 @pytest.mark.parametrize("n_ranks", [2, 3])
 def test_when_a_rank_dies_the_others_hear_of_it_at_once(n_ranks: int, at: str) -> None:
-    began = time.monotonic()
     ends = outcomes(n_ranks, dies, at)
 
-    assert time.monotonic() - began < 15.0  # and not after the timeout
     for rank, each in enumerate(ends):
         assert isinstance(each, Died)
         assert rank == 1 or isinstance(each.error, RankLost), each.text
