@@ -277,9 +277,14 @@ def materialised(name: str, tensor: torch.Tensor, *, gathers: bool = False) -> t
 
 
 def trained_values(model: nn.Module, own: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the trained tensors of a state dict, as plain ones."""
+    """Return the trained tensors of a state dict, as plain ones; all ranks of the model do so."""
     trained = {name for name, param in model.named_parameters() if param.requires_grad}
-    return {name: materialised(name, value) for name, value in own.items() if name in trained}
+    gathers = company_of(model).size > 1
+    return {
+        name: materialised(name, value, gathers=gathers)
+        for name, value in own.items()
+        if name in trained
+    }
 
 
 def pieces_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
