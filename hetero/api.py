@@ -12,7 +12,7 @@ from torch import nn
 
 from hetero.config import Config, Settings
 from hetero.device import open_device
-from hetero.device.comm import ALONE_COMM, Comm
+from hetero.device.comm import ALONE_COMM, Company
 from hetero.errors import StateError
 from hetero.interrupts import theirs
 from hetero.parallel.mesh import open_comm, parts_of
@@ -109,12 +109,12 @@ def engine_of(model: nn.Module) -> Engine:
     return engine
 
 
-def comm_of(model: nn.Module) -> Comm:
-    """Return what joins the ranks that share a prepared model, or one inside of ``model``."""
+def company_of(model: nn.Module) -> Company:
+    """Return the ranks that have a prepared model together, or one inside of ``model``."""
     modules = model.modules() if isinstance(model, nn.Module) else ()
     found = (module.__dict__[MARK] for module in modules if MARK in module.__dict__)
-    comms = (engine.setup.comm for engine in found)
-    return next((comm for comm in comms if comm.size > 1), ALONE_COMM)
+    companies = (engine.setup.comm.everyone for engine in found)
+    return next((each for each in companies if each.size > 1), ALONE_COMM)
 
 
 def backward(loss: torch.Tensor) -> None:

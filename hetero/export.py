@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from hetero.api import comm_of
+from hetero.api import company_of
 from hetero.checkpoint.together import ONE_RANK, Ranks, together
 from hetero.config import parse_bytes
 from hetero.errors import ConfigError
@@ -55,7 +55,7 @@ def export(model: nn.Module, directory: str | Path, *, max_shard_bytes: int | st
             raise a CheckpointError that names the rank.
     """
     limit_bytes = parse_bytes(max_shard_bytes, "max_shard_bytes")
-    comm = comm_of(model)
+    comm = company_of(model)
     return write(model, Path(directory), limit_bytes, IO(), comm, gathers=comm.node is None)
 
 
@@ -127,7 +127,7 @@ def fill(files: StagedFiles | Unwritten, name: str, part: Sequence[Item], reads:
     """Write one file; with ``reads``, read all of its tensors even if that fails, as others do."""
     head = header((item.row for item in part), notes={"format": "pt"})
     n_bytes = len(head) + sum(item.n_bytes for item in part)
-    pieces = bytes_of(part)
+    pieces = bytes_of(part, gathers=reads)
     try:
         files.write(name, n_bytes, chain([head], pieces))
     except Exception:  # of any kind: the others read on, and hear of it after this file
@@ -250,18 +250,22 @@ def index_of(parts: Mapping[str, Sequence[Item]], n_parameters: int) -> bytes:
     return json.dumps(found, indent=2, sort_keys=True).encode() + b"\n"
 
 
-def bytes_of(part: Iterable[Item]) -> Iterator[memoryview]:
+def bytes_of(part: Iterable[Item], *, gathers: bool = False) -> Iterator[memoryview]:
     """Yield the bytes of tensors, one tensor at a time."""
     for name, tensor in part:
-        whole = tensor if is_plain(tensor) else materialised(name, tensor)
+        whole = tensor if is_plain(tensor) else materialised(name, tensor, gathers=gathers)
         if whole.numel():
             for piece in pieces_of(whole.resolve_conj().resolve_neg()):
                 yield memoryview(piece.cpu().view(torch.uint8).numpy())
 
 
-def materialised(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Return the values of a tensor subclass as a plain tensor."""
-    value = tensor.detach().cpu()
+def materialised(name: str, tensor: torch.Tensor, *, gathers: bool = False) -> torch.Tensor:
+    """Return the values of a tensor subclass as a plain tensor; ``gathers``: all ranks that have
+    parts of it do so."""
+    value = tensor.detach()
+    if gathers and hasattr(value, "full_tensor"):  # a DTensor
+        value = value.full_tensor()
+    value = value.cpu()
     if not is_plain(value):  # it was on the CPU: a view makes its bytes, without a copy
         value = value.view(value.shape)
     if not is_plain(value):
@@ -273,9 +277,14 @@ def materialised(name: str, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def trained_values(model: nn.Module, own: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the trained tensors of a state dict, as plain ones."""
+    """Return the trained tensors of a state dict, as plain ones; all ranks of the model do so."""
     trained = {name for name, param in model.named_parameters() if param.requires_grad}
-    return {name: materialised(name, value) for name, value in own.items() if name in trained}
+    gathers = company_of(model).size > 1
+    return {
+        name: materialised(name, value, gathers=gathers)
+        for name, value in own.items()
+        if name in trained
+    }
 
 
 def pieces_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from types import NoneType
 from typing import Any
 
@@ -18,13 +19,12 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from hetero.checkpoint.manifest import MAX_STEP, SavedTensor
 from hetero.checkpoint.reader import CheckpointReader
-from hetero.checkpoint.save import HasState, decode_scalars, dtype_named, members_of
+from hetero.checkpoint.save import HasState, decode_scalars, dtype_named, members_of, tensor_ranks
 from hetero.checkpoint.values import decode, decode_inside
 from hetero.device import check_accelerator_rng, checked_rng
 from hetero.errors import CheckpointCorrupt, CheckpointError, CheckpointMismatch
-from hetero.memory.layout import row
 from hetero.train.engine.engine import Engine
-from hetero.train.engine.snapshot import Name, empty_in
+from hetero.train.engine.snapshot import Name, read_box
 from hetero.train.engine.state_dict import Scalars, parts_of
 from hetero.train.update.masters import LossScaler
 
@@ -71,7 +71,7 @@ def understood(engine: Engine, reader: CheckpointReader) -> SavedValues:
             sum_group=count_of(meta.get("sum_group", 1)),
             scalars=decode_scalars(meta["scalars"]),
             steps=count_of(meta["steps"]),
-            own_rng=own_rng(reader, engine.setup.comm.rank),
+            own_rng=own_rng(reader, engine),
         )
         members = [len(names) for names in found.members]
         if len(members) != len(found.groups) or not all(found.groups):
@@ -82,9 +82,12 @@ def understood(engine: Engine, reader: CheckpointReader) -> SavedValues:
     return found
 
 
-def own_rng(reader: CheckpointReader, rank: int) -> Mapping[str, Any] | None:
-    """Return the states of the generators that a rank saved next to its shard."""
-    if not 0 < rank < len(reader.of_ranks):
+def own_rng(reader: CheckpointReader, engine: Engine) -> Mapping[str, Any] | None:
+    """Return the states of the generators that this rank saved next to its shard; None for the
+    first one, and if as many ranks as now did not divide each tensor."""
+    rank = engine.setup.comm.everyone.rank
+    divides = count_of(reader.meta.get("tensor_ranks", 1))
+    if divides != tensor_ranks(engine) or not 0 < rank < len(reader.of_ranks):
         return None
     states: Mapping[str, Any] = decode_inside(reader.of_ranks[rank]["rng"])
     return states
@@ -238,9 +241,8 @@ class Values:
 def tensor_at(reader: CheckpointReader, number: int) -> torch.Tensor:
     """Return an entry as a tensor of its own."""
     entry = reader.entries[number]
-    value = empty_in(entry.order, entry.shape, dtype_of(entry))
-    reader.read(number, 0, memoryview(row(value).view(torch.uint8).numpy()))
-    return value.contiguous()
+    read = partial(reader.read, number)
+    return read_box(entry.lies.whole, dtype_of(entry), read, entry.lies).contiguous()
 
 
 def check_meta(engine: Engine, saved: SavedValues) -> None:
@@ -290,8 +292,8 @@ def check_entries(
     here = {p.name: (p.shape, p.dtype) for p in parts_of(engine) if p.name.kind in fixed}
     there = {name_of(e): (e.shape, dtype_of(e)) for e in entries if e.kind in fixed}
     taken = {s.spec.name for _, s in engine.setup.blueprint.layout.home}
-    problems = [f"{n.kind} {n.name!r} is not in the checkpoint" for n in here if n not in there]
-    problems += [f"{n.kind} {n.name!r} is not in the model" for n in there if n not in here]
+    problems = [f"{called(n)} is not in the checkpoint" for n in here if n not in there]
+    problems += [f"{called(n)} is not in the model" for n in there if n not in here]
     for name in here:
         if name.kind == "buffer" and name.name in (adapting or ()):
             continue
@@ -310,6 +312,12 @@ def check_entries(
             f"the checkpoint is of another model: {'; '.join(problems[:SHOWN])}{more}",
             advice="build the model as it was when it was saved",
         )
+
+
+def called(name: Name) -> str:
+    """Return a name in messages, with the code that a parameter is in."""
+    code = f" in {name.key}" if name.key else ""
+    return f"{name.kind} {name.name!r}{code}"
 
 
 def check_given(saved: SavedValues, **given: HasState | None) -> None:

@@ -33,7 +33,7 @@ from hetero.checkpoint.checks import (
     understood,
 )
 from hetero.checkpoint.reader import CheckpointReader
-from hetero.checkpoint.save import KINDS, HasState, check_pair, check_whole, rng_state
+from hetero.checkpoint.save import KINDS, HasState, check_pair, rng_state
 from hetero.checkpoint.together import together
 from hetero.checkpoint.values import decode
 from hetero.checkpoint.verify import read_all
@@ -49,6 +49,7 @@ from hetero.train.engine.state_dict import (
     check_states,
     empty_states,
     loaded,
+    own_makes,
     parts_of,
     settle,
     take_scalars,
@@ -90,8 +91,7 @@ def load_checkpoint(
     """
     engine = engine_of(model)
     check_pair(engine, optimizer)
-    check_whole(engine)
-    comm = engine.setup.comm
+    comm = engine.setup.comm.everyone
     with ExitStack() as files:
         found: list[Checked] = []
 
@@ -155,7 +155,8 @@ def checked(
             adapting = adapted(engine.setup.model, reader)
     check_entries(engine, reader.entries, kinds, adapting)
     check_given(saved, scheduler=scheduler, data=data)
-    states = [(name_of(e), dtype_of(e), e.shape) for e in reader.entries if e.kind == "state"]
+    saved_states = (e for e in reader.entries if e.kind == "state")
+    states = own_makes(engine, ((name_of(e), dtype_of(e), e.shape) for e in saved_states))
     with only_saved(reader):
         check_values(engine, saved)
         check_states(engine, saved.groups, states, saved.scalars)
@@ -189,7 +190,7 @@ def load_parts(reader: CheckpointReader, parts: Iterable[tuple[Part, int]]) -> b
 
     def load(one: tuple[Part, int]) -> None:
         part, number = one
-        part.load(partial(reader.read, number), reader.entries[number].order)
+        part.load(partial(reader.read, number), reader.entries[number].lies)
 
     with ThreadPoolExecutor(LOAD_THREADS, "hetero-load") as executor:
         for _ in executor.map(load, parts):
@@ -286,7 +287,7 @@ def restore(engine: Engine, saved: SavedValues) -> None:
                     mine.copy_(value)  # a scheduler may hold it
                 else:
                     group[key] = value
-    rank = engine.setup.comm.rank
+    rank = engine.setup.comm.rank  # that of all ranks of a tensor: they draw the same numbers
     if rank and saved.own_rng is None:
         seed_generators(saved.rng, rank)
     else:
@@ -302,8 +303,8 @@ def seed_generators(states: Mapping[str, Any], rank: int) -> None:
     random.seed(seed)
     numpy.random.seed(seed)
     warnings.warn(
-        f"the checkpoint is of fewer ranks: rank {rank} draws other random numbers than any rank"
-        " did before; seed its generators after the load if it matters which",
+        f"the checkpoint is of fewer ranks, or of others: rank {rank} draws other random numbers"
+        " than any rank did before; seed its generators after the load if it matters which",
         stacklevel=4,
     )
 

@@ -12,6 +12,8 @@ Several ranks save a shard each, in format 3: a run of each entry, by the number
 which say nothing of budgets, chunks or ranks. They are in row-major order, or in that of the
 dimensions that the entry names (channels_last). The CRCs are in a part of the manifest next to each
 shard (`parts`); together the runs are all of each entry. What one rank saves is of format 2 still.
+Where ranks divide tensors, the format is 4: an entry says as well where it is cut along each
+dimension, and its elements are numbered box by box (`hetero.boxes`).
 
 The manifest is one line of ASCII JSON. Its first member is the CRC of all bytes after it; later
 versions keep that head. CRCs are eight hexadecimal digits per block in one string: 96 GB take 0.8
@@ -25,11 +27,12 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from math import prod
 from typing import Any, NamedTuple, Protocol
 
 from hetero import tensorfile
+from hetero.boxes import Arrangement, Cuts
 from hetero.crc import crc32
 from hetero.errors import CheckpointCorrupt, CheckpointTooNew, UnsafeCheckpoint
 from hetero.io import align_up
@@ -38,8 +41,9 @@ from hetero.tensorfile import BLOCK, MAX_RANK
 from hetero.types import format_bytes
 
 FORMAT = "hetero checkpoint"
-VERSION = 3
+VERSION = 4
 ONE_SHARD = 2  # the version of a checkpoint that one rank saves
+UNCUT = 3  # of one that several save, who have each tensor whole
 MANIFEST = "MANIFEST.json"
 SHARD = "model-0.safetensors"
 SHARDS = {1: "r00000.bin", 2: SHARD}  # by version
@@ -51,7 +55,7 @@ MAX_STEP = 10**18 - 1
 MAX_NAME = 4096  # characters of a parameter's name
 MAX_KEY = 256
 MAX_BYTES = 2**50  # of one entry, and of a shard
-MAX_SHARDS = 2**16
+MAX_SHARDS = 2**16  # and boxes of an entry
 
 PAIRS = {"complex32": "float16", "complex128": "float64"}  # dtypes missing in safetensors
 ITEM_BYTES = tensorfile.ITEM_BYTES | {
@@ -85,6 +89,13 @@ class SavedTensor:
     order: tuple[int, ...] = ()
     """Of its elements: dimensions, slowest first; () is row-major, the only one of a single shard.
     """
+    cuts: Cuts = ()
+    """Where it is cut along each dimension; () if it is whole."""
+
+    @property
+    def lies(self) -> Arrangement:
+        """How its elements follow each other."""
+        return Arrangement(self.shape, self.order, self.cuts)
 
     @property
     def numel(self) -> int:
@@ -140,6 +151,11 @@ def layout(entries: Iterable[Sized]) -> list[int]:
     return list(accumulate((align_up(entry.n_bytes) for entry in entries), initial=0))
 
 
+def version_for(entries: Iterable[SavedTensor]) -> int:
+    """Return the oldest version in which several ranks can save entries."""
+    return VERSION if any(entry.cuts for entry in entries) else UNCUT
+
+
 def shard_name(number: int) -> str:
     return f"model-{number}.safetensors"
 
@@ -191,6 +207,9 @@ def of_parts(manifest: Manifest) -> dict[str, Any]:
         for number, part in enumerate(manifest.parts)
     ]
     index = [{**entry_record(entry), "order": list(entry.order)} for entry in manifest.entries]
+    if manifest.version > UNCUT:
+        for record, entry in zip(index, manifest.entries, strict=True):
+            record["cuts"] = [list(each) for each in entry.cuts]
     return {"shards": shards, "index": index}
 
 
@@ -278,7 +297,10 @@ def _decode(raw: bytes) -> Manifest:
     has_parts = version > ONE_SHARD
     for number, given in enumerate(index):
         what = f"entry {number}"
-        if has_parts:
+        if version > UNCUT:
+            *named, order, cuts = fields(what, given, ENTRY_FIELDS | {"order": list, "cuts": list})
+            entry = entry_of(what, named, order, cuts)
+        elif has_parts:
             *named, order = fields(what, given, ENTRY_FIELDS | {"order": list})
             entry = entry_of(what, named, order)
         else:
@@ -353,10 +375,15 @@ def index_entry(what: str, record: Any, end: int) -> tuple[SavedTensor, str]:
     return entry, crcs
 
 
-def entry_of(what: str, named: Sequence[Any], order: Sequence[Any] = ()) -> SavedTensor:
+def entry_of(
+    what: str, named: Sequence[Any], order: Sequence[Any] = (), cuts: Sequence[Any] = ()
+) -> SavedTensor:
     """Return the entry of the values of `ENTRY_FIELDS`."""
     kind, name, key, dtype, shape = named
-    entry = SavedTensor(kind, name, key, dtype, tuple(shape), tuple(order))
+    if any(type(each) is not list for each in cuts):
+        raise Unfit(f"{what}: its cuts are no lists")
+    sides = tuple(tuple(each) for each in cuts)
+    entry = SavedTensor(kind, name, key, dtype, tuple(shape), tuple(order), sides)
     check_entry(what, entry)
     return entry
 
@@ -393,9 +420,25 @@ def check_entry(what: str, entry: SavedTensor) -> None:
     dims = [dim for dim in entry.order if type(dim) is int]
     if entry.order and (len(dims) < len(entry.order) or sorted(dims) != [*range(len(entry.shape))]):
         raise Unfit(f"{what}: its order is not one of its dimensions")
+    check_cuts(what, entry)
     # empty tensors too: strides are products of the sizes that are not 0
     if prod(max(size, 1) for size in entry.shape) * ITEM_BYTES[entry.dtype] > MAX_BYTES:
         raise Unfit(f"{what} is larger than {format_bytes(MAX_BYTES)}")
+
+
+def check_cuts(what: str, entry: SavedTensor) -> None:
+    """Raise Unfit unless an entry is cut along its own dimensions, into boxes with elements."""
+    if not entry.cuts:
+        return
+    if len(entry.cuts) != len(entry.shape) or not any(entry.cuts):
+        raise Unfit(f"{what}: its cuts are not of its dimensions")
+    for at, size in zip(entry.cuts, entry.shape, strict=True):
+        if any(type(each) is not int for each in at):
+            raise Unfit(f"{what}: it is cut where there is no number")
+        if any(a >= b for a, b in pairwise((0, *at, size))) and at:
+            raise Unfit(f"{what}: its cuts do not rise from 0 to {clip(size)}")
+    if prod(len(at) + 1 for at in entry.cuts) > MAX_SHARDS:
+        raise Unfit(f"{what} is cut into more than {MAX_SHARDS} boxes")
 
 
 def check_shards(shards: list[Any], name: str, n_bytes: int) -> None:

@@ -17,7 +17,6 @@ from hetero.checkpoint.manifest import (
     CRCS,
     HEAD,
     UNSAFE,
-    VERSION,
     Manifest,
     PartRecord,
     SavedTensor,
@@ -43,7 +42,7 @@ def encode(step: int, shard: Shard, meta: dict[str, Any]) -> bytes:
     rows = zip(shard.slices, shard.crcs, strict=True)
     record = {
         "format": FORMAT,
-        "version": VERSION,
+        "version": shard.version,
         "step": step,
         "shard": shard.number,
         "slices": [[each.number, each.first, each.end, crcs] for each, crcs in rows],

@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import astuple
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -24,12 +25,11 @@ from hetero.checkpoint.folders import STEP
 from hetero.checkpoint.manifest import ITEM_BYTES, SavedTensor
 from hetero.checkpoint.reader import open_folder
 from hetero.checkpoint.slices import Slice
-from hetero.checkpoint.together import together
+from hetero.checkpoint.together import Ranks, together
 from hetero.checkpoint.values import decode, encode, encode_inside
 from hetero.checkpoint.writer import Writer, retain
 from hetero.crc import crc32
 from hetero.device import accelerator_rng
-from hetero.device.comm import Comm
 from hetero.errors import CheckpointCorrupt, ConfigError, DivergenceError, StateError
 from hetero.io import IO, Folder, make_folder
 from hetero.memory.layout import Bucket
@@ -126,12 +126,11 @@ def save_checkpoint(
     """
     engine = engine_of(model)
     check_pair(engine, optimizer)
-    check_whole(engine)
     if keep_last is not None and keep_last < 1:
         raise ConfigError(f"keep_last={keep_last}", advice="keep_last takes a positive number")
     engine.refuse_broken()
     number = engine.setup.steps if step is None else step
-    comm = engine.setup.comm
+    comm = engine.setup.comm.everyone
     plan = Plan(comm)
 
     def prepare() -> bytes:
@@ -200,7 +199,7 @@ def save_latest(
     kinds: Collection[str] = KINDS,
 ) -> Save:
     """Save the only checkpoint of a directory; it replaces the others once it is durable."""
-    comm = engine_of(model).setup.comm
+    comm = engine_of(model).setup.comm.everyone
     newest = comm.agree(str(newest_step(directory)).encode(), "the newest checkpoint")[0]
     step = int(newest) + 1  # as the first rank, which writes, sees them
     return save_checkpoint(directory, model, optimizer, extra, step=step, keep_last=1, kinds=kinds)
@@ -238,17 +237,6 @@ def check_pair(engine: Engine, optimizer: Optimizer | None) -> None:
         )
 
 
-def check_whole(engine: Engine) -> None:
-    """Refuse parts of tensors: a manifest names elements of whole ones."""
-    if engine.setup.parts.kinds:
-        raise ConfigError(
-            "parameters are parts of tensors that ranks divide (DTensors), of which"
-            " hetero's checkpoints know nothing yet",
-            advice="save model.state_dict() and optimizer.state_dict() with"
-            " torch.distributed.checkpoint, which loads them at any mesh",
-        )
-
-
 def meta_of(
     engine: Engine,
     extra: Any,
@@ -278,6 +266,7 @@ def meta_of(
         "precision": engine.setup.config.precision,
         "frozen": engine.setup.config.frozen,
         "sum_group": engine.setup.comm.sum_group,
+        "tensor_ranks": tensor_ranks(engine),
         "optimizer": None if engine.setup.inner is None else type(engine.setup.inner).__name__,
         "steps": engine.setup.steps,
         "members": members_of(engine),
@@ -290,6 +279,11 @@ def members_of(engine: Engine) -> list[list[str]]:
     names = {id(param): name for name, param in engine.setup.model.named_parameters()}
     groups = engine.optimizer.param_groups if engine.optimizer is not None else []
     return [[names[id(p)] for p in group["params"] if id(p) in names] for group in groups]
+
+
+def tensor_ranks(engine: Engine) -> int:
+    """Return how many ranks divide a tensor of the model."""
+    return max(1, len(engine.setup.parts.ranks))
 
 
 def rng_state(engine: Engine) -> dict[str, Any]:
@@ -305,7 +299,7 @@ def rng_state(engine: Engine) -> dict[str, Any]:
 class Plan:
     """What is saved: the parts of the model and, on the first rank, all other values."""
 
-    def __init__(self, comm: Comm) -> None:
+    def __init__(self, comm: Ranks) -> None:
         self.comm = comm
         self.numbered: list[tuple[int, Part]] = []
         """The model's parts, by their numbers in the checkpoint."""
@@ -334,7 +328,7 @@ class Plan:
     def entries(self) -> list[SavedTensor]:
         parts = [*(part for _, part in self.numbered), *self.extras]
         return [
-            SavedTensor(*p.name, str(p.dtype).removeprefix("torch."), p.shape, p.order)
+            SavedTensor(*p.name, str(p.dtype).removeprefix("torch."), *astuple(p.lies))
             for p in parts
         ]
 

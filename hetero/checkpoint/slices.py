@@ -14,7 +14,7 @@ from hetero.checkpoint.manifest import (
     ITEM_BYTES,
     PAIRS,
     SHARDS,
-    VERSION,
+    UNCUT,
     Manifest,
     SavedTensor,
     Unfit,
@@ -89,7 +89,7 @@ class Shard:
     slices: tuple[Slice, ...]
     crcs: tuple[str, ...] = ()
     """For each slice, eight hexadecimal digits per block; () while it is written."""
-    version: int = VERSION
+    version: int = UNCUT
 
     @property
     def file(self) -> str:

@@ -32,7 +32,6 @@ from hetero.checkpoint.manifest import (
     MAX_ENTRIES,
     MAX_MANIFEST_BYTES,
     MAX_STEP,
-    VERSION,
     Manifest,
     PartRecord,
     SavedTensor,
@@ -42,6 +41,7 @@ from hetero.checkpoint.manifest import (
     encode,
     layout,
     part_name,
+    version_for,
 )
 from hetero.checkpoint.reader import State, steps
 from hetero.checkpoint.shard import ShardWriter, flat
@@ -176,7 +176,8 @@ class Writer:
         self._crcs = self._shard.finish()
         if self._ranks.size == 1:
             return b""
-        shard = Shard(self._ranks.rank, self._slices, self._crcs)
+        version = version_for(self._entries)
+        shard = Shard(self._ranks.rank, self._slices, self._crcs, version)
         raw = with_advice(lambda: parts.encode(self._step, shard, dict(told)))
         write_small(self._attempt.folder, part_name(shard.number), raw)
         self._attempt.folder.sync()
@@ -191,7 +192,8 @@ class Writer:
         else:
             found = [row.decode().split() for row in rows]
             records = tuple(PartRecord(int(n_bytes), crc) for n_bytes, crc in found)
-            manifest = Manifest(self._step, self._entries, (), dict(meta), VERSION, records)
+            version = version_for(self._entries)
+            manifest = Manifest(self._step, self._entries, (), dict(meta), version, records)
         raw = with_advice(lambda: encode(manifest))
         folder = self._attempt.folder
         write_small(folder, MANIFEST_TMP, raw)

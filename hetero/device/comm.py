@@ -113,12 +113,30 @@ def relay_of(rank: int, size: int, n_shares: int, sum_group: int) -> Relay | Non
     return Relay(rank, size, n_shares, sum_group) if 1 < sum_group < size else None
 
 
-class Comm(Protocol):
-    """The ranks that share one model. Buffers are 1-D uint8 tensors on HOST or, of `gather`, where
-    frames are; ``what`` names a call in errors."""
+class Company(Protocol):
+    """Ranks that make the same calls in the same order, and tell each other rows."""
 
     rank: int
     size: int
+
+    @property
+    def node(self) -> Node | None:
+        """Where ranks read each other's homes; None if they gather."""
+
+    def agree(self, row: bytes, what: str) -> list[bytes]:
+        """Return the rows of all ranks, of any length; blocks."""
+
+    def agree_aside(self, row: bytes, what: str) -> list[bytes]:
+        """As `agree`, of calls with an order of their own, made by one other thread at a time."""
+
+    def close(self) -> None:
+        """Give up groups and connections; no call is under way."""
+
+
+class Comm(Company, Protocol):
+    """The ranks that share one model. Buffers are 1-D uint8 tensors on HOST or, of `gather`, where
+    frames are; ``what`` names a call in errors."""
+
     n_shares: int
     """Parts into which homes are cut: rank r keeps that of number r % n_shares. As many ranks in a
     row keep one copy of the model: they read each other's shares."""
@@ -134,8 +152,9 @@ class Comm(Protocol):
         """Copies of the model."""
 
     @property
-    def node(self) -> Node | None:
-        """Where ranks read each other's homes; None if they gather."""
+    def everyone(self) -> Company:
+        """The ranks that have the model together: these, and of a tensor parallel model those with
+        the other parts of its tensors."""
 
     def open_gathers(self, device: Device) -> None:
         """Be ready to gather in frames of a device, unless ranks read each other's homes.
@@ -183,12 +202,6 @@ class Comm(Protocol):
         """Say in place of the next exchange, or of its end, that this rank makes none: all others
         raise DivergenceError there."""
 
-    def agree(self, row: bytes, what: str) -> list[bytes]:
-        """Return the rows of all ranks, of any length; blocks."""
-
-    def agree_aside(self, row: bytes, what: str) -> list[bytes]:
-        """As `agree`, of calls with an order of their own, made by one other thread at a time."""
-
     def nearer(self, layout: Any) -> Comm:
         """Return what joins the ranks from here on, if they find that they share a machine and may
         read each other's homes of a `Layout`; else this one. Collective."""
@@ -197,15 +210,13 @@ class Comm(Protocol):
         """Return the rank that came last in what this thread waited for since it asked last; None
         if it waited for none, or cannot tell."""
 
-    def close(self) -> None:
-        """Give up groups and connections; no call is under way."""
-
 
 class Alone:
     """The only rank: nothing is exchanged.
 
     Args:
         n_local: ranks on this machine, each with parts of its own of the model's tensors.
+        everyone: those, if there are any.
     """
 
     rank = 0
@@ -213,8 +224,13 @@ class Alone:
     node = None
     relay: Relay | None = None
 
-    def __init__(self, n_local: int = 1) -> None:
+    def __init__(self, n_local: int = 1, everyone: Company | None = None) -> None:
         self.n_local = n_local
+        self._everyone = everyone
+
+    @property
+    def everyone(self) -> Company:
+        return self if self._everyone is None else self._everyone
 
     def open_gathers(self, device: Device) -> None: ...
 
@@ -253,7 +269,9 @@ class Alone:
     def awaited(self) -> int | None:
         return None
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        if self._everyone is not None:
+            self._everyone.close()
 
 
 def standing_for(comm: Comm, log: EventLog) -> AbstractContextManager[None]:

@@ -28,7 +28,7 @@ import transformers
 from safetensors.torch import load_file
 from torch import nn
 
-from hetero.api import comm_of, engine_of, status
+from hetero.api import company_of, engine_of, status
 from hetero.checkpoint.save import save_checkpoint
 from hetero.config import Config, Settings
 from hetero.errors import CheckpointMismatch, ConfigError, HeteroError, StateError
@@ -185,7 +185,7 @@ class HeteroTrainer(Stock):
 
     def save_model(self: Any, output_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
         """Save as Trainer does, which lets one rank write; those that share its model take part."""
-        if comm_of(self.model).size > 1 and not self.args.should_save:
+        if company_of(self.model).size > 1 and not self.args.should_save:
             take_part(self.model, self._hetero_folder(output_dir))
         super().save_model(output_dir, *args, **kwargs)
 
@@ -201,7 +201,7 @@ class HeteroTrainer(Stock):
 
     def _save_optimizer_and_scheduler(self: Any, output_dir: str) -> None:
         """See [Note: checkpoints]."""
-        writes, comm = self.args.should_save, comm_of(self.model)
+        writes, comm = self.args.should_save, company_of(self.model)
         if not writes and comm.size == 1:
             return  # another rank has the same model and states
         folder = Path(output_dir)

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from hetero.device import CudaDevice, Device, Ticket
-from hetero.device.comm import Addends, Comm, Node, relay_of
+from hetero.device.comm import Addends, Comm, Company, Node, relay_of
 from hetero.errors import ConfigError
 from hetero.memory.layout import Layout
 from hetero.parallel.board import SAID_BYTES, check_calls
@@ -27,6 +27,8 @@ from hetero.parallel.news import News
 from hetero.parallel.node import open_node
 from hetero.parallel.waits import Waits
 
+Teams = Sequence[Sequence[int]]
+"""Ranks of the process group that share something, team by team; no rank is in two."""
 ROW_BYTES = 128
 """Of a row that goes along with a call's name; longer ones go by themselves."""
 
@@ -40,7 +42,8 @@ class Gloo:
         timeout_seconds: after which a rank that does not answer is lost.
         sum_group: as `Config.sum_group`.
         one_sided: whether ranks of one machine may read each other's shares.
-        ranks: those of the process group that share the model, if not all of them do.
+        teams: ranks that share a model each, in the same order on all ranks; None: all share one.
+        everyone: those that have the other parts of its tensors, and these; None: there are none.
     """
 
     def __init__(
@@ -50,13 +53,14 @@ class Gloo:
         sum_group: int = 1,
         *,
         one_sided: bool = True,
-        ranks: Sequence[int] | None = None,
+        teams: Teams | None = None,
+        everyone: Company | None = None,
     ) -> None:
         self.node: Node | None = None
         self._one_sided = one_sided
         world = dist.get_world_size()
-        self._ranks = list(range(world)) if ranks is None else list(ranks)
-        self._is_part = ranks is not None
+        self._teams = [range(world)] if teams is None else teams
+        self._ranks = list(own_of(self._teams))
         self.rank, self.size = self._ranks.index(dist.get_rank()), len(self._ranks)
         self.n_shares, self.n_copies = n_shares, self.size // n_shares
         self.n_local = min(world, local_ranks() or world)
@@ -64,15 +68,12 @@ class Gloo:
         self.relay = relay_of(self.rank, self.size, n_shares, sum_group)
         self._timeout = timeout_seconds
         self._groups: list[dist.ProcessGroup] = []
-        self._bytes, control, aside, swaps, news = (self._open(range(self.size)) for _ in range(5))
+        self._bytes, swaps = (self._open(range(self.size)) for _ in range(2))
         self._gathers: Gathers | None = None  # `open_gathers` makes them
-        self._news = News(news, self.rank, self.size)
-        self._waits = Waits(self._news, timeout_seconds)
-        self._meetings = Meetings(control, self._waits)
-        # a save of a rank whose program has failed goes on until it is whole
-        self._aside = Meetings(
-            aside, Waits(self._news, timeout_seconds, patience_seconds=timeout_seconds)
-        )
+        self._talks = Talks(self._teams, timeout_seconds)
+        self._everyone = everyone
+        self._news, self._waits = self._talks.news, self._talks.waits
+        self._meetings = self._talks.meetings
         self._swaps = Meetings(swaps, self._waits)
         self._ways: Straight | Grouped = (
             Straight(swaps, n_shares, self._waits)
@@ -83,19 +84,23 @@ class Gloo:
         self._sent_bytes = 0
 
     def _open(self, ranks: Sequence[int]) -> dist.ProcessGroup:
-        """Open a group; every rank that shares the model opens the same ones."""
-        members = [self._ranks[rank] for rank in ranks]
-        group: dist.ProcessGroup = new_group(members, self._timeout, apart=self._is_part)
+        """Open a group of each team; every rank opens the same ones."""
+        rows = [[team[rank] for rank in ranks] for team in self._teams]
+        group: dist.ProcessGroup = new_group(rows, self._timeout)
         if self.rank in ranks:
             self._groups.append(group)
         return group
+
+    @property
+    def everyone(self) -> Company:
+        return self if self._everyone is None else self._everyone
 
     def open_gathers(self, device: Device) -> None:
         if self.node is not None:
             return
         copies = [range(at, at + self.n_shares) for at in range(0, self.size, self.n_shares)]
         at = self.rank // self.n_shares
-        if isinstance(device, CudaDevice) and self._is_part:
+        if isinstance(device, CudaDevice) and len(self._teams) > 1:
             raise ConfigError(
                 "CUDA devices of several machines would gather shares of tensors that ranks divide",
                 advice='let the ranks of a copy be on one machine, with "tp" between machines',
@@ -154,10 +159,10 @@ class Gloo:
         self._swaps.say(why)
 
     def agree(self, row: bytes, what: str) -> list[bytes]:
-        return self._meetings.meet(what, row)
+        return self._talks.agree(row, what)
 
     def agree_aside(self, row: bytes, what: str) -> list[bytes]:
-        return self._aside.meet(what, row)
+        return self._talks.agree_aside(row, what)
 
     def wait(self, ticket: Ticket) -> None:
         self._opened.wait(ticket)
@@ -179,11 +184,43 @@ class Gloo:
             box.close()
         if self._gathers is not None:
             self._gathers.close()
-        self._news.close()
-        for group in self._groups:
-            if dist.is_initialized():
-                dist.destroy_process_group(group)
-        self._groups.clear()
+        self._talks.close()
+        if self._everyone is not None:
+            self._everyone.close()
+        give_up(self._groups)
+
+
+class Talks:
+    """The rows that ranks tell each other, and why one of them left, on groups of their own.
+
+    Args:
+        teams: ranks of the process group that talk, this one's and others, as all ranks know them.
+        timeout_seconds: after which a rank that does not answer is lost.
+    """
+
+    node: Node | None = None
+
+    def __init__(self, teams: Teams, timeout_seconds: float) -> None:
+        ranks = own_of(teams)
+        self.rank, self.size = ranks.index(dist.get_rank()), len(ranks)
+        opened = (new_group(teams, timeout_seconds) for _ in range(3))
+        control, aside, news = self._groups = list(opened)
+        self.news = News(news, self.rank, self.size)
+        self.waits = Waits(self.news, timeout_seconds)
+        self.meetings = Meetings(control, self.waits)
+        # a save of a rank whose program has failed goes on until it is whole
+        patient = Waits(self.news, timeout_seconds, patience_seconds=timeout_seconds)
+        self._aside = Meetings(aside, patient)
+
+    def agree(self, row: bytes, what: str) -> list[bytes]:
+        return self.meetings.meet(what, row)
+
+    def agree_aside(self, row: bytes, what: str) -> list[bytes]:
+        return self._aside.meet(what, row)
+
+    def close(self) -> None:
+        self.news.close()
+        give_up(self._groups)
 
 
 class Meetings:
@@ -232,20 +269,37 @@ class Meetings:
         return [each.numpy().tobytes() for each in rows.view(size, -1)]
 
 
-def new_group(ranks: Sequence[int], timeout_seconds: float, *, apart: bool) -> Any:
-    """Open a group of gloo; ``apart``: its members alone do. Others get torch's mark of that."""
-    if apart and dist.get_rank() not in ranks:
-        return dist.GroupMember.NON_GROUP_MEMBER
-    allowed = timedelta(seconds=timeout_seconds)
-    return dist.new_group(
-        list(ranks), timeout=allowed, backend="gloo", use_local_synchronization=apart
-    )
+def own_of(teams: Teams) -> Sequence[int]:
+    """Return the ranks that this one is among."""
+    return next(ranks for ranks in teams if dist.get_rank() in ranks)
+
+
+def new_group(rows: Teams, timeout_seconds: float) -> Any:
+    """Open a group of gloo for each row; return this rank's own, or torch's mark that it has none.
+
+    All ranks of the process group open all of them: a name that members alone agree on
+    (``use_local_synchronization``) comes again after groups were closed, and with it the addresses
+    of those, where ranks would wait for ever.
+    """
+    allowed, mine = timedelta(seconds=timeout_seconds), dist.GroupMember.NON_GROUP_MEMBER
+    for ranks in rows:
+        group = dist.new_group(list(ranks), timeout=allowed, backend="gloo")
+        mine = group if dist.get_rank() in ranks else mine
+    return mine
 
 
 def local_ranks() -> int:
     """Return the ranks that a launcher has started on this machine; 0 if it does not say."""
     given = os.environ.get("LOCAL_WORLD_SIZE", "")
     return int(given) if given.isdecimal() else 0
+
+
+def give_up(groups: list[Any]) -> None:
+    """Close groups that were opened."""
+    for group in groups:
+        if dist.is_initialized():
+            dist.destroy_process_group(group)
+    groups.clear()
 
 
 def number(raw: bytes) -> int:

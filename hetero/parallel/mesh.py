@@ -13,7 +13,7 @@ from torch import nn
 from hetero.device.comm import ALONE_COMM, Alone, Comm
 from hetero.errors import ConfigError
 from hetero.internals import is_traceable_wrapper_subclass
-from hetero.parallel.gloo import Gloo, local_ranks
+from hetero.parallel.gloo import Gloo, Talks, local_ranks
 from hetero.train.model.parts import Parts, PlainTensors
 
 REPLICATE, SHARD, TENSOR = "dp_replicate", "dp_shard", "tp"
@@ -66,12 +66,20 @@ def open_comm(
         n_shares, n_copies = shares_of(mesh, world, averages, tensor_ranks)
     check_group(sum_group, n_shares, n_copies)
     n_tensor = len(tensor_ranks)
+    if not n_tensor:
+        if n_shares == 1:
+            return ALONE_COMM
+        return Gloo(n_shares, timeout_seconds, sum_group, one_sided=one_sided)
     if n_shares == 1:
-        return Alone(min(n_tensor, local_ranks() or n_tensor)) if n_tensor else ALONE_COMM
-    ranks = None
-    if n_tensor:  # those that have the same part of each tensor
-        ranks = range(dist.get_rank() % n_tensor, world, n_tensor)
-    return Gloo(n_shares, timeout_seconds, sum_group, one_sided=one_sided, ranks=ranks)
+        tensors = [range(first, first + n_tensor) for first in range(0, world, n_tensor)]
+        everyone = Talks(tensors, timeout_seconds)
+        return Alone(min(n_tensor, local_ranks() or n_tensor), everyone)
+    return Gloo(
+        *(n_shares, timeout_seconds, sum_group),
+        one_sided=one_sided,
+        teams=[range(part, world, n_tensor) for part in range(n_tensor)],  # with the same parts
+        everyone=Talks([range(world)], timeout_seconds),
+    )
 
 
 def check_alone(world: int) -> None:

@@ -16,7 +16,7 @@ from hetero.parallel.node import BOXES, SharedNode
 if TYPE_CHECKING:
     import torch
 
-    from hetero.device.comm import Addends, Comm
+    from hetero.device.comm import Addends, Comm, Company
 
 
 class Neighbours(OneSided):
@@ -35,6 +35,10 @@ class Neighbours(OneSided):
         self._far = far
         self._unlocks: list[Callable[[], None]] = []
         self._sent_bytes = 0
+
+    @property
+    def everyone(self) -> Company:
+        return self if self._far.everyone is self._far else self._far.everyone
 
     def outbox(self, n_bytes: int) -> torch.Tensor:
         self._sent_bytes = n_bytes

@@ -10,10 +10,12 @@ from dataclasses import replace
 from typing import Any, NoReturn, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
+from hetero.boxes import Side, cuts_of, divided, sizes_of
 from hetero.errors import ConfigError, StateError
 from hetero.internals import version_of
 from hetero.memory.layout import Layout
@@ -28,7 +30,7 @@ from hetero.train.model.faults import (
     UnboundPage,
     paged_classes,
 )
-from hetero.train.model.parts import Parted, PlainTensors
+from hetero.train.model.parts import Parted, PartPlace, PlainTensors
 
 LINEAR = ("sum", "avg")
 """Ways to come from addends to a gradient under which several passes add up, addend by addend."""
@@ -130,6 +132,12 @@ def like(part: DTensor, local: torch.Tensor) -> DTensor:
     return DTensor(local, spec_for(part._spec, local.dtype), requires_grad=False)
 
 
+def swap(param: nn.Parameter, local: torch.Tensor) -> None:
+    """Give a DTensor another local tensor, on another device, and keep the object."""
+    whole = like(cast("DTensor", param), local.detach())
+    torch.utils.swap_tensors(param, nn.Parameter(whole, param.requires_grad))
+
+
 def spec_for(spec: Any, dtype: torch.dtype) -> Any:
     """Return a spec for another dtype."""
     meta = spec.tensor_meta
@@ -155,6 +163,7 @@ class DTensors:
 
     def __init__(self, ranks: Sequence[int]) -> None:
         self.ranks = tuple(ranks)
+        self.is_first = dist.get_rank() == self.ranks[0]
 
     def check(self, name: str, param: nn.Parameter) -> None:
         if isinstance(param, DTensor):
@@ -174,6 +183,9 @@ class DTensors:
             return DTensor(local, spec_for(spec, local.dtype), requires_grad=False)
 
         return wrap
+
+    def place(self, name: str, tensor: torch.Tensor) -> PartPlace | None:
+        return place_of(name, tensor) if isinstance(tensor, DTensor) else None
 
     def value(self, param: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
         if not isinstance(param, DTensor):
@@ -215,6 +227,8 @@ class DTensors:
     def point(self, param: nn.Parameter, value: torch.Tensor) -> None:
         if not isinstance(param, DTensor):
             binding.point(param, value)
+        elif param.is_meta:
+            swap(param, value)
         elif param.dtype is value.dtype:
             binding.take_data(param._local_tensor, value)
         else:  # the wrapper, and what is inside, change their dtype
@@ -229,6 +243,15 @@ class DTensors:
             self.point(param, value)
         else:
             binding.plain(param, value)
+
+    def empty(self, param: nn.Parameter, dtype: torch.dtype) -> None:
+        if not isinstance(param, DTensor):
+            binding.empty(param, dtype)
+            return
+        plain: Any = DTensor
+        param.__class__ = plain
+        if not param.is_meta:
+            swap(param, torch.empty_like(param._local_tensor, dtype=dtype, device="meta"))
 
     # -- gradients -------------------------------------------------------------------------------
 
@@ -352,3 +375,30 @@ def check_ranks(name: str, param: DTensor, ranks: Sequence[int]) -> None:
             f" {list(ranks)}",
             advice="parallelize the whole model on one mesh",
         )
+
+
+# -- where a part is -----------------------------------------------------------------------------
+
+
+def place_of(name: str, tensor: DTensor) -> PartPlace:
+    """Return where this rank's part of a DTensor is, by torch's own rule of division."""
+    shape, at = tuple(tensor.shape), tensor.device_mesh.get_coordinate()
+    assert at is not None
+    sides: list[list[Side]] = [[(0, size)] for size in shape]
+    mine: list[Side] = [(0, size) for size in shape]
+    for axis, placement in enumerate(tensor.placements):
+        if isinstance(placement, Shard):
+            dim, n_parts = placement.dim % len(shape), tensor.device_mesh.size(axis)
+            sides[dim] = [part for side in sides[dim] for part in divided(side, n_parts)]
+            mine[dim] = divided(mine[dim], n_parts)[at[axis]]
+    box = tuple(mine)
+    if sizes_of(box) != tuple(tensor._local_tensor.shape):
+        raise ConfigError(
+            f"{name!r} is a DTensor of {list(shape)} of which this rank has"
+            f" {list(tensor._local_tensor.shape)}, and torch would give it {list(sizes_of(box))}:"
+            " nothing tells which elements these are",
+            advice="distribute it with torch's distribute_tensor, which divides it evenly",
+        )
+    copies = zip(at, tensor.placements, strict=True)
+    is_first = all(not coordinate for coordinate, each in copies if each.is_replicate())
+    return PartPlace(shape, cuts_of(shape, sides), box, is_first)

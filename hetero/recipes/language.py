@@ -17,7 +17,7 @@ from transformers import (
     LlamaConfig,
 )
 
-from hetero.api import comm_of
+from hetero.api import company_of
 from hetero.config import Config
 from hetero.errors import ConfigError
 from hetero.export import export, trained_values
@@ -192,7 +192,7 @@ def check_vocabulary(found: Sequence[Tokens], model: Any) -> None:
 def write(model: Any, tokenizer: Any, folder: Path) -> None:
     """Write a model in Hugging Face's format, adapters alone in PEFT's, and the tokenizer; ranks
     that share it read it together, and the first one writes."""
-    writes = comm_of(model).rank == 0
+    writes = company_of(model).rank == 0
     if hasattr(model, "peft_config"):
         own = model.state_dict()
         values = {**own, **trained_values(model, own)}

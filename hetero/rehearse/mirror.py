@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from hetero.device import Device, Slab, Ticket
-from hetero.device.comm import ALONE_COMM, Comm, Relay, relay_of
+from hetero.device.comm import ALONE_COMM, Comm, Company, Relay, relay_of
 from hetero.dry import DryDevice
 from hetero.errors import ConfigError
 from hetero.parallel.mesh import REPLICATE, SHARD, check_axes, check_group
@@ -74,6 +74,10 @@ class Mirror:
         self._pass_on_seconds = partial(pass_on_seconds, profile, ranks)
         self._memory_seconds = profile.host.memory_seconds
         self._sent_bytes = 0
+
+    @property
+    def everyone(self) -> Company:
+        return self
 
     def open_gathers(self, device: Device) -> None: ...
 

@@ -53,7 +53,7 @@ class Handover:
             weights: a file or directory with values that replace the model's own.
         """
         if weights is not None:
-            self._source = from_files = Source(self.model, weights)
+            self._source = from_files = Source(self.model, weights, self._parts)
             from_files.read_buffers()
         elif any(self._was_empty):
             self._source = Promises(self.params)
@@ -139,7 +139,7 @@ class Handover:
             grad = kept(param, self._parts) if grad is None else grad
             binding.set_grad(param, None)
             if failed and self._was_empty[index]:
-                binding.empty(param, dtype)
+                self._parts.empty(param, dtype)
             elif home is not None and index in self._moved:
                 if index in self._fetched:
                     value = self._fetched.pop(index)

@@ -48,12 +48,6 @@ def refusals(config: Config) -> Iterator[tuple[str, str]]:
             "updates='backward' begins before gradients are summed over the ranks of a tensor",
             "leave updates= at its default",
         )
-    if config.weights is not None:
-        yield (
-            "weights= reads whole tensors",
-            "load them before hetero.prepare: torch.distributed.checkpoint, or from_pretrained(...,"
-            " distributed_config=)",
-        )
     if config.fused_loss:
         yield (
             "fused_loss= computes with the whole head",

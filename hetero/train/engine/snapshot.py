@@ -1,7 +1,7 @@
 """The state of a prepared model as named tensors, to be saved and loaded in pieces (floor 2).
 
 Names and shapes are the model's own and bytes are in row-major order, whatever the chunks, tiers
-or budgets.
+or budgets; those of a tensor that ranks divide come box by box (`hetero.boxes`).
 
 [Note: copy on update]  A save reads a bucket's homes in a job of its own, and the next update of
 that bucket comes after it. An update that starts before its bucket is saved performs that save
@@ -17,18 +17,18 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from hetero.boxes import Arrangement, Box, Order, common, numel_of, sizes_of, within
 from hetero.errors import StorageError
 from hetero.jobs import Job
 from hetero.memory.home import Home
 from hetero.memory.homestore import HomeStore
 from hetero.memory.layout import Segment, contiguous_stride, row
+from hetero.train.model.parts import PartPlace
 
 PIECE_BYTES = 8 * 2**20  # a multiple of every block of a checkpoint, and of every element
 
 Read = Callable[[int, memoryview], None]
 Write = Callable[[int, memoryview], None]
-Order = tuple[int, ...]
-"""Of a tensor's elements: its dimensions, slowest first; () is row-major."""
 
 
 class Name(NamedTuple):
@@ -41,47 +41,107 @@ class Name(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One tensor of a model's state."""
+    """One tensor of a model's state, or this rank's part of one."""
 
     name: Name
     dtype: torch.dtype
-    shape: tuple[int, ...]
+    lies: Arrangement
+    """The shape of the tensor, and in which order ``save`` gives its bytes."""
     bucket: int | None
     """The bucket whose update changes it; None if no update does."""
     save: Callable[[Write], None]
     """Gives all bytes, or those kept, to ``write(first byte of them, bytes)``, which may not keep
     them."""
-    load: Callable[[Read, Order], None]
-    """Takes all bytes, or those kept, from ``read(first byte, into)``, which gives the tensor in
-    some order."""
+    load: Callable[[Read, Arrangement], None]
+    """Takes all bytes, or those that this rank has, from ``read(first byte, into)``, which gives
+    the tensor in some order."""
     kept: slice | None = None
-    """Elements, in ``order``, that this rank's ``save`` gives, while others give the rest; None:
+    """Elements, as they lie, that this rank's ``save`` gives, while others give the rest; None:
     every rank has all of them."""
-    order: Order = ()
-    """In which ``save`` gives bytes."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.lies.shape
 
 
-def of_home(name: Name, home: Home, segment: Segment, bucket: int) -> Part:
+def of_home(
+    name: Name,
+    home: Home,
+    segment: Segment,
+    bucket: int,
+    place: PartPlace | None = None,
+    *,
+    is_first: bool = True,
+) -> Part:
     """Return a segment of a home as a part: bytes are read and written in place.
 
     One that is coded is saved in code, and decodes to the same bits. A share of one is saved in the
     order in which its elements lie.
+
+    Args:
+        place: where the segment is in a larger tensor; None if it is a whole one.
+        is_first: of a whole one, whether no rank before this one has the same homes.
     """
-    spec, dtype = segment.spec, home.item_dtype
+    spec = segment.spec
     items = home.items(segment.offset, segment.end)
-    mine, saved = home.own(items), home.to_save(items)
-    kept = slice(saved.start - items.start, saved.stop - items.start) if home.is_share else None
-    save = partial(_save_run, home, saved)
+    saved = home.to_save(items)
     if not home.codec.exact:
-        name, shape = name._replace(key=home.codec.name), (items.stop - items.start,)
-        load = partial(_load_run, home, items, mine)
-        return Part(name, dtype, shape, bucket, save, lambda read, _: load(read), kept)
+        return _of_codes(name, home, items, bucket, place, is_first=is_first)
     order = order_of(spec.shape, spec.stride)
+    save = partial(_save_run, home, saved)
     if not home.is_share and (home.device.type != "cpu" or order):
         save = partial(_save_whole, partial(home.read, segment))
-    lies = order if home.is_share else ()
-    taken = partial(_load_home, home, segment, order)
-    return Part(name, dtype, spec.shape, bucket, save, taken, kept, lies)
+    lies = arranged(spec.shape, place, order if home.is_share else ())
+    box = lies.whole if place is None else place.box
+    kept = _kept(home, items, lies.first_of(box), place, is_first=is_first)
+    taken = partial(_load_home, home, segment, arranged(spec.shape, place, order), box)
+    return Part(name, home.item_dtype, lies, bucket, save, taken, kept)
+
+
+def arranged(shape: tuple[int, ...], place: PartPlace | None, order: Order = ()) -> Arrangement:
+    """Return how a tensor is saved of which this rank has a part."""
+    if place is None:
+        return Arrangement(shape, order)
+    return Arrangement(place.shape, order, place.cuts)
+
+
+def _kept(
+    home: Home, items: slice, first: int, place: PartPlace | None, *, is_first: bool
+) -> slice | None:
+    """Return what this rank saves of a tensor in which its own items begin at ``first``."""
+    if place is None and is_first and not home.is_share:
+        return None
+    saved = home.to_save(items)
+    if not (is_first if place is None else place.is_first):
+        return slice(first, first)
+    return slice(first + saved.start - items.start, first + saved.stop - items.start)
+
+
+def _of_codes(
+    name: Name,
+    home: Home,
+    items: slice,
+    bucket: int,
+    place: PartPlace | None,
+    *,
+    is_first: bool,
+) -> Part:
+    """Return items of codes as a part. Those of parts of one tensor follow each other: blocks begin
+    with each part, so that only ranks that divide it alike can load them."""
+    key, first, total = home.codec.name, 0, items.stop - items.start
+    if place is not None and place.cuts:
+        key += f" of parts cut at {[list(each) for each in place.cuts]}"
+        parts = list(Arrangement(place.shape, (), place.cuts).boxes())
+        before = [home.codec.items(numel_of(box)) for _, box in parts]
+        total = sum(before)
+        mine = next((n for n, (_, box) in enumerate(parts) if box == place.box), 0)
+        first = sum(before[:mine])
+    save = partial(_save_run, home, home.to_save(items))
+    load = partial(_load_run, home, items, home.own(items), first)
+    kept = _kept(home, items, first, place, is_first=is_first)
+    named = name._replace(key=key)
+    lies = Arrangement((total,))
+    return Part(named, home.item_dtype, lies, bucket, save, lambda read, _: load(read), kept)
 
 
 def order_of(shape: Sequence[int], stride: Sequence[int]) -> Order:
@@ -99,31 +159,45 @@ def empty_in(order: Order, shape: Sequence[int], dtype: torch.dtype) -> torch.Te
     return lies.permute(sorted(range(len(order)), key=order.__getitem__))
 
 
-def _load_home(home: Home, segment: Segment, order: Order, read: Read, given: Order) -> None:
+def _load_home(
+    home: Home, segment: Segment, mine: Arrangement, box: Box, read: Read, given: Arrangement
+) -> None:
     items = home.items(segment.offset, segment.end)
-    if given == order and (home.is_share or home.device.type == "cpu"):
-        _load_run(home, items, home.own(items), read)
+    if given == mine and (home.is_share or home.device.type == "cpu"):
+        _load_run(home, items, home.own(items), mine.first_of(box), read)
     else:
-        put = partial(home.write, segment)
-        _load_whole(segment.spec.shape, home.item_dtype, put, read, given)
+        home.write(segment, read_box(box, home.item_dtype, read, given))
 
 
 def of_tensor(
     name: Name,
     tensor: torch.Tensor,
     bucket: int | None = None,
+    place: PartPlace | None = None,
     *,
     current: Callable[[], torch.Tensor] | None = None,
 ) -> Part:
-    """Return a plain tensor as a part; ``current`` returns it where updates may replace it."""
+    """Return a plain tensor as a part; ``current`` returns it where updates may replace it.
+
+    Args:
+        place: where it is in a larger tensor; None if it is a whole one.
+    """
 
     def put(value: torch.Tensor) -> None:
         with torch.no_grad():
             tensor.copy_(value)
 
+    def load(read: Read, given: Arrangement) -> None:
+        put(read_box(box, tensor.dtype, read, given))
+
+    lies = arranged(tuple(tensor.shape), place)
+    box = lies.whole if place is None else place.box
     save = partial(_save_whole, current or tensor.detach)
-    load = partial(_load_whole, tuple(tensor.shape), tensor.dtype, put)
-    return Part(name, tensor.dtype, tuple(tensor.shape), bucket, save, load)
+    kept = None
+    if place is not None:
+        first = lies.first_of(box)
+        kept = slice(first, first + (tensor.numel() if place.is_first else 0))
+    return Part(name, tensor.dtype, lies, bucket, save, load, kept)
 
 
 def _pieces(n_bytes: int) -> Iterator[tuple[int, int]]:
@@ -136,8 +210,9 @@ def _save_run(home: Home, items: slice, write: Write) -> None:
         write(start, _bytes(home.load_own(piece)))
 
 
-def _load_run(home: Home, items: slice, mine: slice, read: Read) -> None:
-    first = (mine.start - items.start) * home.item_dtype.itemsize
+def _load_run(home: Home, items: slice, mine: slice, before: int, read: Read) -> None:
+    """Read those of the items that are mine, of a tensor in which ``before`` others come first."""
+    first = (before + mine.start - items.start) * home.item_dtype.itemsize
     for start, piece in _flat_pieces(home, mine):
         home.store(piece, partial(_read_into, read, first + start))
 
@@ -159,18 +234,44 @@ def _save_whole(value: Callable[[], torch.Tensor], write: Write) -> None:
         write(start, view[start:end])
 
 
-def _load_whole(
-    shape: Sequence[int],
-    dtype: torch.dtype,
-    put: Callable[[torch.Tensor], None],
-    read: Read,
-    given: Order,
-) -> None:
-    value = empty_in(given, shape, dtype)
-    view = _bytes(value)
+def read_box(box: Box, dtype: torch.dtype, read: Read, given: Arrangement) -> torch.Tensor:
+    """Return a box of a tensor that is saved in some order, as a new tensor in RAM."""
+    for first, there in given.boxes():
+        if there == box:
+            value = empty_in(given.order, sizes_of(box), dtype)
+            _read_flat(value, first, read)
+            return value
+    value = torch.empty(sizes_of(box), dtype=dtype, device="cpu")
+    for first, there in given.boxes():
+        both = common(there, box)
+        if both is not None:
+            for some, piece in _slabs(first, there, both, dtype, read, given):
+                value[within(some, box)] = piece
+    return value
+
+
+def _slabs(
+    first: int, there: Box, wanted: Box, dtype: torch.dtype, read: Read, given: Arrangement
+) -> Iterator[tuple[Box, torch.Tensor]]:
+    """Yield what is wanted of a saved box, in pieces along its slowest dimension: whole rows are
+    read, which follow each other."""
+    slow = given.order[0] if given.order else 0
+    begin, (start, end) = there[slow][0], wanted[slow]
+    row_numel = numel_of(there) // (there[slow][1] - begin)
+    step = max(1, PIECE_BYTES // (row_numel * dtype.itemsize))
+    for at in range(start, end, step):
+        side = at, min(at + step, end)
+        rows, some = ((*box[:slow], side, *box[slow + 1 :]) for box in (there, wanted))
+        value = empty_in(given.order, sizes_of(rows), dtype)
+        _read_flat(value, first + (at - begin) * row_numel, read)
+        yield some, value[within(some, rows)]
+
+
+def _read_flat(value: torch.Tensor, first: int, read: Read) -> None:
+    """Fill a dense tensor with elements from ``first`` on."""
+    view, before = _bytes(value), first * value.element_size()
     for start, end in _pieces(len(view)):
-        read(start, view[start:end])
-    put(value)
+        read(before + start, view[start:end])
 
 
 def _bytes(value: torch.Tensor) -> memoryview:

@@ -7,11 +7,14 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import nn
 
+from hetero.boxes import Arrangement
 from hetero.errors import ConfigError
 from hetero.memory.layout import Segment, contiguous_stride
 from hetero.train.engine.check import pages
+from hetero.train.engine.snapshot import read_box
 from hetero.train.model.binding import point
 from hetero.train.model.empty import FilePlace, promise, promised
+from hetero.train.model.parts import PartPlace, Parts
 from hetero.train.update.masters import Masters
 from hetero.weights import Weights
 
@@ -86,6 +89,20 @@ def fill(
         masters.assign_run(segment, start, values if dtype is None else values.to(dtype))
 
 
+def part_of(weights: Weights, name: str, place: PartPlace) -> torch.Tensor:
+    """Return a new tensor with this rank's part of one in a file."""
+    dtype = weights.dtype(name)
+
+    def read(start: int, into: memoryview) -> None:
+        flat = torch.frombuffer(into, dtype=dtype)
+        first = start // dtype.itemsize
+        run = slice(first, first + flat.numel())
+        for at, values in weights.pieces(name, PIECE_NUMEL[1], run):
+            flat[at - first : at - first + values.numel()].copy_(values)
+
+    return read_box(place.box, dtype, read, Arrangement(place.shape))
+
+
 def whole(weights: Weights, name: str) -> torch.Tensor:
     """Return a new tensor with the values of one in a file."""
     value = torch.empty(weights.shape(name), dtype=weights.dtype(name), device="cpu")
@@ -102,8 +119,9 @@ class Source:
     persistent buffers that are missing, or whose shapes differ, before anything is changed.
     """
 
-    def __init__(self, model: nn.Module, path: str) -> None:
+    def __init__(self, model: nn.Module, path: str, parts: Parts) -> None:
         self._model = model
+        self._parts = parts
         self._weights = Weights(path)
         self._there = set(self._weights.names())
         self._prefix = self._find_prefix()
@@ -124,13 +142,19 @@ class Source:
                 f"weights={path!r} do not fit the model: {len(problems)} differences: {shown}",
                 advice="name the directory of this very model's weights",
             )
-        paged = [id(param) for _, param in pages(model)]
+        named = pages(model)
+        paged = [id(param) for _, param in named]
         self._of_index = [self._name[key] for key in paged]
+        self._places = [parts.place(name, param) for name, param in named]
         self._tables = [param for key, param in params.items() if key not in paged]
 
     def into(self, masters: Masters, segment: Segment) -> None:
         """Read a parameter straight into its home, and into its master if it has one."""
-        fill(masters, segment, self._weights, self._of_index[segment.index])
+        name, place = self._of_index[segment.index], self._places[segment.index]
+        if place is not None and place.cuts:
+            masters.assign(segment, part_of(self._weights, name, place))
+        else:
+            fill(masters, segment, self._weights, name)
 
     def keeps(self, index: int) -> bool:
         """Whether a parameter's value comes from here: all do."""
@@ -147,7 +171,11 @@ class Source:
                     table.copy_(value)
             for name, buffer in self._buffers():
                 if name in self._there or self._prefix + name in self._there:
-                    buffer.copy_(whole(self._weights, self._name[id(buffer)]))
+                    there, place = self._name[id(buffer)], self._parts.place(name, buffer)
+                    value = whole(self._weights, there)
+                    if place is not None:
+                        value = value[tuple(slice(*side) for side in place.box)]
+                    self._parts.local(buffer).copy_(value)
 
     def renew(self, params: Sequence[nn.Parameter]) -> None:
         """Parameters are empty again; the next `prepare` names the directory itself."""

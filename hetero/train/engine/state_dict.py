@@ -43,8 +43,10 @@ def parts_of(engine: Engine, *, as_now: bool = False) -> list[Part]:
     for bucket in ordered(engine):
         for segment in bucket.segments:
             found.extend(_of_parameter(engine, bucket, segment))
+    parts = engine.setup.parts
     for name, tensor in at_hand(engine.setup.model):
-        found.append(of_tensor(name, tensor.detach().cpu().clone() if as_now else tensor))
+        own, place = parts.local(tensor).detach(), parts.place(name.name, tensor)
+        found.append(of_tensor(name, own.cpu().clone() if as_now else own, place=place))
     return found
 
 
@@ -54,25 +56,28 @@ def ordered(engine: Engine) -> list[Bucket]:
 
 
 def _of_parameter(engine: Engine, bucket: Bucket, segment: Segment) -> Iterator[Part]:
-    store, param, name = engine.setup.store, engine.setup.params[segment.index], segment.spec.name
-    homes = store.homes
+    setup, param, name = engine.setup, engine.setup.params[segment.index], segment.spec.name
+    homes, place = setup.store.homes, setup.parts.place(name, param)
+    at_home = partial(
+        of_home, segment=segment, bucket=bucket.id, place=place, is_first=setup.parts.is_first
+    )
     if engine.residence.trained is not None:
-        home = homes[PARAM, bucket.id]
-        yield of_home(Name("param", name), home, segment, bucket.id)
+        yield at_home(Name("param", name), homes[PARAM, bucket.id])
     else:
-        yield of_tensor(Name("param", name), param, bucket.id)
+        yield of_tensor(Name("param", name), setup.parts.local(param), bucket.id, place)
     if bucket.has_master:
-        low = engine.setup.masters.low(bucket)
-        yield of_home(Name("master", name), low, segment, bucket.id)
+        yield at_home(Name("master", name), setup.masters.low(bucket))
     for key, value in known_state(engine, param).items():
         if not is_tensor(key, value, segment):
             continue
         here = homes.get((key, bucket.id)) if engine.steps.stepper is not None else None
         if here is not None and is_elementwise(key, value, segment.spec.shape):
-            yield of_home(Name("state", name, key), here, segment, bucket.id)
+            yield at_home(Name("state", name, key), here)
         else:
+            shown = engine.shown_state(param, value)
+            own, there = setup.parts.local(shown), setup.parts.place(f"{key} of {name}", shown)
             current = partial(_current, engine, param, key)
-            yield of_tensor(Name("state", name, key), value, bucket.id, current=current)
+            yield of_tensor(Name("state", name, key), own, bucket.id, there, current=current)
 
 
 def is_tensor(key: str, value: Any, segment: Segment) -> bool:
@@ -84,7 +89,7 @@ def is_tensor(key: str, value: Any, segment: Segment) -> bool:
 
 def _current(engine: Engine, param: torch.Tensor, key: str) -> torch.Tensor:
     value: torch.Tensor = known_state(engine, param)[key]
-    return value.detach()
+    return engine.setup.parts.local(value).detach()
 
 
 def known_state(engine: Engine, param: torch.Tensor) -> dict[str, Any]:
@@ -175,6 +180,19 @@ def makes_of(engine: Engine, states: Iterable[Make]) -> dict[str, dict[str, Tens
             raise ValueError(f"{name.key} of {name.name!r} is {dtype}, its bucket has {here}")
         found[name.name][name.key] = dtype, shape
     return found
+
+
+def own_makes(engine: Engine, states: Iterable[Make]) -> list[Make]:
+    """Return states with the shapes that this rank's parts of them have."""
+    places, params = places_of(engine), engine.setup.params
+
+    def own(make: Make) -> Make:
+        name, dtype, shape = make
+        _, segment = places[name.name]
+        is_part = shape == tuple(params[segment.index].shape)
+        return (name, dtype, segment.spec.shape) if is_part else make
+
+    return [own(make) for make in states]
 
 
 class Trial(NamedTuple):
@@ -276,7 +294,8 @@ def empty_states(engine: Engine, states: Iterable[Make]) -> dict[Name, torch.Ten
             home = engine.setup.store.get(Kind.STATE, name.key, layout.buckets[bucket], dtype)
             made[name] = handle(engine.setup.store, home, segment)
         else:
-            made[name] = torch.empty(shape, dtype=dtype, device=place_of(engine, bucket))
+            empty = torch.empty(shape, dtype=dtype, device=place_of(engine, bucket))
+            made[name] = engine.shown_state(engine.setup.params[segment.index], empty)
     return made
 
 

@@ -9,11 +9,13 @@ given by `prepare`; a model without any has `PlainTensors`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import nn
 
+from hetero.boxes import Box, Cuts
 from hetero.internals import version_of
 from hetero.memory.layout import Layout
 from hetero.train.model import binding
@@ -23,6 +25,20 @@ from hetero.train.model.faults import Faults, paged_classes
 Parted = Callable[[torch.Tensor], torch.Tensor]
 
 
+@dataclass(frozen=True, slots=True)
+class PartPlace:
+    """Where this rank's part of a larger tensor is."""
+
+    shape: tuple[int, ...]
+    """Of the larger tensor."""
+    cuts: Cuts
+    """As ranks divide it."""
+    box: Box
+    """This rank's."""
+    is_first: bool
+    """Whether no rank before this one has the same part."""
+
+
 class Parts(Protocol):
     """What a model's parameters have inside, and how it is shown."""
 
@@ -30,6 +46,8 @@ class Parts(Protocol):
     """The classes of wrappers; none for a model of plain tensors."""
     ranks: tuple[int, ...]
     """The ranks that have the parts of a parameter, this one included."""
+    is_first: bool
+    """Whether this rank is the first of them."""
 
     def check(self, name: str, param: nn.Parameter) -> None:
         """Raise ConfigError, with the name, for a wrapper that cannot be paged."""
@@ -42,6 +60,10 @@ class Parts(Protocol):
 
     def wrapping(self, tensor: torch.Tensor) -> Parted:
         """Return a function that wraps plain tensors as one that is inside, without its bytes."""
+
+    def place(self, name: str, tensor: torch.Tensor) -> PartPlace | None:
+        """Return where the plain tensor in a wrapper is; None if it is no wrapper. Raises
+        ConfigError, with the name, if nothing tells."""
 
     def value(self, param: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
         """Return the plain tensor of a value that is to replace a parameter's; StateError if it is
@@ -68,6 +90,9 @@ class Parts(Protocol):
 
     def plain(self, param: nn.Parameter, value: torch.Tensor) -> None:
         """Make any parameter plain, with ``value`` as its numbers."""
+
+    def empty(self, param: nn.Parameter, dtype: torch.dtype) -> None:
+        """Make a parameter that came on meta plain, and put it back there."""
 
     # -- gradients -------------------------------------------------------------------------------
 
@@ -99,10 +124,12 @@ class PlainTensors:
 
     kinds: tuple[type, ...] = ()
     ranks: tuple[int, ...] = ()
+    is_first = True
     version = staticmethod(version_of)
     data = staticmethod(binding.read_data)
     point = staticmethod(binding.point)
     plain = staticmethod(binding.plain)
+    empty = staticmethod(binding.empty)
     grad = staticmethod(binding.get_grad)
 
     def check(self, name: str, param: nn.Parameter) -> None: ...
@@ -118,6 +145,9 @@ class PlainTensors:
 
     def wrapping(self, tensor: torch.Tensor) -> Parted:
         raise AssertionError("a plain tensor wraps nothing")
+
+    def place(self, name: str, tensor: torch.Tensor) -> PartPlace | None:
+        return None
 
     def value(self, param: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
         return given
