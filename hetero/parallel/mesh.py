@@ -16,8 +16,8 @@ from hetero.internals import is_traceable_wrapper_subclass
 from hetero.parallel.gloo import Gloo, local_ranks
 from hetero.train.model.parts import Parts, PlainTensors
 
-REPLICATE, SHARD, TENSOR = "dp_replicate", "dp_shard", "tp"
-AXES = (REPLICATE, SHARD, TENSOR)
+STAGES, REPLICATE, SHARD, TENSOR = "pp", "dp_replicate", "dp_shard", "tp"
+AXES = (STAGES, REPLICATE, SHARD, TENSOR)
 """Outermost first: ranks that differ in the last one alone follow each other."""
 
 
@@ -55,7 +55,7 @@ def open_comm(
     without a mesh in a group of several ranks, which would each train alone; and for groups of
     ranks that do not fit the mesh.
     """
-    world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 0
+    world = world_size()
     if mesh is None and tensor_ranks:
         check_covered(world, tensor_ranks)
         n_shares = n_copies = 1
@@ -66,12 +66,31 @@ def open_comm(
         n_shares, n_copies = shares_of(mesh, world, averages, tensor_ranks)
     check_group(sum_group, n_shares, n_copies)
     n_tensor = len(tensor_ranks)
+    stages = stage_ranks(mesh, world)
+    n_stages = world // max(1, len(stages))
     if n_shares == 1:
-        return Alone(min(n_tensor, local_ranks() or n_tensor)) if n_tensor else ALONE_COMM
+        n = max(1, n_tensor) * max(1, n_stages)
+        return ALONE_COMM if n == 1 else Alone(min(n, local_ranks() or n))
     ranks = None
     if n_tensor:  # those that have the same part of each tensor
-        ranks = range(dist.get_rank() % n_tensor, world, n_tensor)
+        ranks = stages[dist.get_rank() % n_tensor :: n_tensor]
+    elif n_stages > 1:
+        ranks = stages
     return Gloo(n_shares, timeout_seconds, sum_group, one_sided=one_sided, ranks=ranks)
+
+
+def world_size() -> int:
+    """Return the ranks of the process group; 0 without one."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 0
+
+
+def stage_ranks(mesh: Any, world: int) -> range:
+    """Return the ranks that have this one's stages of the pipeline: all of them without one."""
+    if mesh is None or not world:
+        return range(world)
+    size = world // sizes_of(mesh, world)[STAGES]
+    first = dist.get_rank() // size * size
+    return range(first, first + size)
 
 
 def check_alone(world: int) -> None:
@@ -160,10 +179,10 @@ def launched() -> int:
 def sizes_of(mesh: Any, world: int) -> dict[str, int]:
     """Return the size of each axis; ConfigError unless they multiply to the world's."""
     if mesh == "world":
-        return {REPLICATE: 1, SHARD: world, TENSOR: 1}
+        return {STAGES: 1, REPLICATE: 1, SHARD: world, TENSOR: 1}
     if not isinstance(mesh, Mapping):
         check_order(mesh)
-        mesh = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))
+    mesh = sizes_named(mesh)
     check_axes(mesh)
     sizes = {name: int(mesh.get(name, 1)) for name in AXES}
     if math.prod(sizes.values()) != world:
@@ -183,6 +202,24 @@ def check_group(sum_group: int, n_shares: int, n_copies: int) -> None:
             f"sum_group={sum_group} with {n_copies} x {n_shares} ranks that share a model",
             advice=f"use one of {', '.join(map(str, fits))}: groups of ranks are equal, and each is"
             " an equal part of a copy of the model, or some copies",
+        )
+
+
+def sizes_named(mesh: Any) -> Mapping[str, int]:
+    """Return the size of each axis that a mesh names."""
+    if isinstance(mesh, Mapping):
+        return mesh
+    names = getattr(mesh, "mesh_dim_names", None) or ()
+    return dict(zip(names, mesh.shape, strict=False)) if names else {}
+
+
+def refuse_stages(mesh: Any, what: str) -> None:
+    """Refuse a mesh with stages of a pipeline where ``what`` takes each rank's model for all."""
+    if sizes_named(mesh).get(STAGES, 1) > 1:
+        raise ConfigError(
+            f"mesh={mesh!r}: {what} knows no pipelines",
+            advice="call hetero.prepare(nn.ModuleList(stages), optimizer, mesh=...) in a loop of"
+            " your own, with a schedule of torch.distributed.pipelining",
         )
 
 
