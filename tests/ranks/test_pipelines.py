@@ -5,11 +5,12 @@ from __future__ import annotations
 import itertools
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, schedules
 
@@ -72,27 +73,25 @@ class Outcome(NamedTuple):
     misses: int
 
 
-def scheduled(kind: str, stages: nn.ModuleList, rank: int) -> Any:
+def scheduled(kind: str, stages: nn.ModuleList, rank: int, group: Any = None) -> Any:
     """Return the schedule of a rank's stages."""
     of_rank = STAGES_OF[kind]
     n_stages = sum(map(len, of_rank))
     there = [
-        PipelineStage(stage, index, n_stages, torch.device("cpu"))
+        PipelineStage(stage, index, n_stages, torch.device("cpu"), group=group)
         for stage, index in zip(stages, of_rank[rank], strict=True)
     ]
     one = there[0] if of_rank is ONE else there
     return getattr(schedules, kind)(one, MICRO_BATCHES, loss_fn=nn.functional.mse_loss)
 
 
-def stepped(schedule: Any, rank: int, number: int) -> list[torch.Tensor]:
-    """Run a schedule on the batch of a step; return its losses, on the rank of the last stage."""
-    torch.manual_seed(number)
-    x, target = torch.randn(4 * MICRO_BATCHES, D), torch.randn(4 * MICRO_BATCHES, D)
+def stepped(schedule: Any, rank: int, data: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Run a schedule on a step's inputs and targets; return its losses, where the last stage is."""
     losses: list[torch.Tensor] = []
     given: dict[str, Any] = {}
     if any(stage.is_last for stage in stages_of(schedule)):
-        given = {"target": target, "losses": losses}
-    schedule.step(*[x] * (rank == 0), **given)
+        given = {"target": data[1], "losses": losses}
+    schedule.step(*[data[0]] * (rank == 0), **given)
     return losses
 
 
@@ -113,7 +112,7 @@ def trained(rank: int, case: Case, is_prepared: bool) -> Outcome:
     schedule = scheduled(case.kind, model, rank)
     losses = []
     for number in range(STEPS):
-        losses += stepped(schedule, rank, number)
+        losses += stepped(schedule, rank, batch(number, 0))
         if case.updates == "clipped":
             clip(model.parameters(), 0.05)
         optimizer.step()
@@ -146,6 +145,73 @@ def cases() -> Iterator[Case]:
 @pytest.mark.parametrize("case", list(cases()), ids="-".join)
 def test_prepared_stages_give_the_bits_of_plain_ones(case: Case) -> None:
     check(case)
+
+
+# -- stages of which several ranks keep shares -----------------------------------------------------
+
+
+def batch(number: int, copy: int) -> list[torch.Tensor]:
+    """Return the inputs and targets of a step, of one of two pipelines."""
+    torch.manual_seed(100 * number + copy)
+    return [torch.randn(4 * MICRO_BATCHES, D) for _ in range(2)]
+
+
+def trained_with_shares(rank: int, kind: str) -> tuple[list[torch.Tensor], int]:
+    """Train as one of four ranks: two pipelines, whose ranks of a stage keep a share each."""
+    at, copy = divmod(rank, RANKS)
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    model: Any = nn.ModuleList(stage_of(index) for index in STAGES_OF[kind][at])
+    optimizer: Any = optimizer_of(model, "adamw")
+    settings = {**SETTINGS, "hbm": HBM[len(model)], "mesh": {"pp": 2, "dp_shard": 2}}
+    model, optimizer = hetero.prepare(model, optimizer, **settings)
+    schedule = scheduled(kind, model, at, groups[copy])
+    for number in range(STEPS):
+        stepped(schedule, at, batch(number, copy))
+        optimizer.step()
+        optimizer.zero_grad()
+    found = [value.clone() for value in model.state_dict().values()], status(model).evictions
+    hetero.release(model, optimizer)
+    return found
+
+
+def trained_in_one(kind: str) -> list[list[torch.Tensor]]:
+    """Train all stages in one process of plain torch, in the order of micro-batches, then ranks."""
+    model = nn.ModuleList(stage_of(index) for index in range(sum(map(len, STAGES_OF[kind]))))
+    optimizer, params = optimizer_of(model, "adamw"), list(model.parameters())
+    for number in range(STEPS):
+        parts = [[t.chunk(MICRO_BATCHES) for t in batch(number, copy)] for copy in range(2)]
+        for i, copy in itertools.product(range(MICRO_BATCHES), range(2)):
+            x, target = (each[i] for each in parts[copy])
+            for stage in model:
+                x = stage(x)
+            loss = nn.functional.mse_loss(x, target)
+            for param, grad in zip(params, torch.autograd.grad(loss, params), strict=True):
+                grad = grad * (1 / 2)
+                param.grad = grad if param.grad is None else param.grad.add_(grad)
+        for param in params:  # as schedules do
+            param.grad.div_(MICRO_BATCHES)
+        optimizer.step()
+        optimizer.zero_grad()
+    return [list(stage.state_dict().values()) for stage in model]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ScheduleGPipe", "Schedule1F1B", "ScheduleInterleaved1F1B"])
+def test_two_pipelines_that_share_stages_are_one_process_with_their_micro_batches(
+    kind: str,
+) -> None:
+    theirs = trained_in_one(kind)
+    for rank, (mine, evictions) in enumerate(run_ranks(4, trained_with_shares, kind)):
+        expected = [value for at in STAGES_OF[kind][rank // 2] for value in theirs[at]]
+        assert all(torch.equal(a, b) for a, b in zip(mine, expected, strict=True))
+        assert evictions >= 3
+
+
+@pytest.mark.slow
+def test_shares_of_stages_and_a_zero_bubble_are_refused() -> None:
+    for each in outcomes(4, trained_with_shares, "ScheduleZBVZeroBubble"):
+        assert isinstance(each.error, StateError | RankLost), each.text
+        assert "zero bubble" in str(each.error) or "left (StateError" in str(each.error)
 
 
 # -- what is refused, and ranks that are lost ------------------------------------------------------
@@ -186,7 +252,7 @@ def apart(rank: int) -> None:
     for index, model in enumerate(models):
         optimizer = optimizer_of(model, "adamw")
         models[index], _ = hetero.prepare(model, optimizer, hbm=HBM[2], **SETTINGS)
-    stepped(scheduled("ScheduleInterleaved1F1B", nn.ModuleList(models), rank), rank, 0)
+    stepped(scheduled("ScheduleInterleaved1F1B", nn.ModuleList(models), rank), rank, batch(0, 0))
 
 
 def test_stages_that_were_prepared_apart_are_an_error_on_all_ranks() -> None:
@@ -209,7 +275,7 @@ class Named(nn.Module):
 def named_output(rank: int) -> None:
     model: Any = nn.ModuleList([Block() if rank else Named()])
     model, _ = hetero.prepare(model, optimizer_of(model, "sgd"), hbm=HBM[2], **SETTINGS)
-    stepped(scheduled("Schedule1F1B", model, rank), rank, 0)
+    stepped(scheduled("Schedule1F1B", model, rank), rank, batch(0, 0))
 
 
 def test_an_output_that_is_no_tensor_is_an_error_on_all_ranks() -> None:
@@ -224,12 +290,12 @@ def test_an_output_that_is_no_tensor_is_an_error_on_all_ranks() -> None:
 def fails(rank: int, how: str) -> None:
     """Train until one rank does not."""
     schedule, optimizer = prepared(rank, timeout_seconds=2.0)
-    stepped(schedule, rank, 0)
+    stepped(schedule, rank, batch(0, 0))
     optimizer.step()
     if rank == 1:
         stage = stages_of(schedule)[0].submod
         stage[0].register_forward_pre_hook(lambda *_: fail(how))
-    stepped(schedule, rank, 1)
+    stepped(schedule, rank, batch(1, 0))
 
 
 def fail(how: str) -> None:
