@@ -16,6 +16,7 @@ from hetero.device.comm import ALONE_COMM, Company
 from hetero.errors import StateError
 from hetero.interrupts import theirs
 from hetero.parallel.mesh import open_comm, parts_of
+from hetero.parallel.pipeline import open_pipeline
 from hetero.train.engine.alike import (
     check_alike,
     check_places,
@@ -75,12 +76,30 @@ def prepare_tuned(
     tuning: Tuning | None,
 ) -> Any:
     """Carry out `prepare` with choices that change no result (tests and benchmarks)."""
+    pipeline = open_pipeline(model, config.mesh, config.timeout_seconds)
+    try:
+        engine = _engine(model, optimizer, config, tuning or Tuning())
+        engine.setup.ends.callback(pipeline.close)
+        try:
+            pipeline.meet("prepare")
+        except BaseException:
+            engine.release()
+            raise
+    except BaseException:
+        pipeline.close()
+        raise
+    return model if optimizer is None else (model, engine.optimizer)
+
+
+def _engine(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config, tuning: Tuning
+) -> Engine:
+    """Return the engine of this rank's model."""
     parts = parts_of(model)
     check_model(model, weights=config.weights is not None, parts=parts)
     inner = check_pair(model, optimizer)
     check_parted(model, inner, config, parts)
     device = open_device(config.device)
-    tuning = tuning or Tuning()
     comm = open_comm(
         *(config.mesh, config.timeout_seconds, config.sum_group),
         one_sided=tuning.one_sided,
@@ -94,8 +113,7 @@ def prepare_tuned(
         check_alike(comm, blueprint, inner, config)
         share_values(comm, values_of(model, parts))
     with torch.inference_mode(False):  # the engine's tensors outlive the caller's mode
-        engine = assemble(model, inner, config, device, blueprint, tuning, comm, parts)
-    return model if inner is None else (model, engine.optimizer)
+        return assemble(model, inner, config, device, blueprint, tuning, comm, parts)
 
 
 def engine_of(model: nn.Module) -> Engine:

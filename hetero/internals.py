@@ -90,11 +90,18 @@ DISPATCHERS = (
 
 NODE_ASKERS = frozenset({"torch.autograd.graph", "torch.distributed.pipelining._backward"})
 """Modules that make a view of a leaf for its graph node alone, and drop it."""
+GRADIENT_ADDERS = frozenset({"torch.distributed.pipelining._backward"})
+"""Modules of torch that add to gradients as autograd does, between passes."""
 
 
 def asks_for_node() -> bool:
     """Whether the function that called the caller of this one makes a view for its graph node."""
     return sys._getframe(2).f_globals.get("__name__") in NODE_ASKERS
+
+
+def adds_gradients() -> bool:
+    """Whether the function that called the caller of this one adds to gradients as autograd."""
+    return sys._getframe(2).f_globals.get("__name__") in GRADIENT_ADDERS
 
 
 keeps_graph: Callable[[], bool] = _FOUND["torch._C._autograd._get_current_graph_task_keep_graph"]
@@ -217,6 +224,31 @@ class Place(NamedTuple):
     def replaced(self, make: Callable[[Any], Any]) -> Replacement:
         """Return a `Replacement` by ``make(torch's own)``."""
         return Replacement(self.owner, self.name, make)
+
+
+class PipelinePlaces(NamedTuple):
+    """Where torch's pipeline schedules begin and wait."""
+
+    steps: tuple[Place, ...]
+    """A schedule's step."""
+    wait: Place
+    """Takes a list of works, and blocks until all are over."""
+
+
+def pipeline_places() -> PipelinePlaces:
+    """Return the places of torch's pipeline schedules. Programs that have none do not pay for the
+    import, which takes seconds."""
+    module = "torch.distributed.pipelining.schedules"
+    kinds = (find(module, name) for name in ("PipelineScheduleSingle", "PipelineScheduleMulti"))
+    find(module, "_wait_batch_p2p")
+    wait = Place(import_module(module), "_wait_batch_p2p")
+    return PipelinePlaces(tuple(Place(kind, "step") for kind in kinds), wait)
+
+
+def stages_of(schedule: Any) -> list[Any]:
+    """Return the stages of a pipeline schedule on this rank."""
+    found = vars(schedule).get("_stages") or [vars(schedule).get("_stage")]
+    return [stage for stage in found if stage is not None]
 
 
 RUN_BACKWARD = Place(torch.autograd, "_engine_run_backward")

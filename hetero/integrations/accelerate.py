@@ -25,7 +25,7 @@ from hetero.config import Config, Settings
 from hetero.errors import ConfigError, StateError
 from hetero.integrations.parallelism import LAUNCHED, launched_axes, mesh_of_sizes, without
 from hetero.integrations.prepared import is_prepared, load_states, plain_again, trains
-from hetero.parallel.mesh import REPLICATE, SHARD, sizes_of
+from hetero.parallel.mesh import REPLICATE, SHARD, refuse_stages, sizes_of
 from hetero.train.access.hooks import before_next_forward
 from hetero.train.engine.replicas import Replicas, open_group
 from hetero.train.engine.tuning import Tuning
@@ -128,6 +128,7 @@ class HeteroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no
         elif self.num_processes > 1 and taken.config.mesh is None:  # as torch's DDP
             whole = {REPLICATE: self.num_processes}
             self.hetero_config = dataclasses.replace(taken.config, mesh=whole)
+        refuse_stages(self.hetero_config.mesh, "accelerate")
         self._refuse_early()
         self._waiting: dict[int, UnpairedModel] = {}
         self._replicas: dict[int, Replicas] = {}

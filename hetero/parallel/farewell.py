@@ -54,7 +54,15 @@ def parting_of(error: BaseException) -> Parting:
 
 
 def reason_of(error: BaseException) -> str:
-    """Return an error as others read it: its class, and its first line."""
+    """Return an error as others read it: its class and its first line, and those of the error that
+    code has put into it (torch's pipelines do, with a stage's)."""
+    first = error
+    while first.__cause__ is not None:
+        first = first.__cause__
+    return said_of(error) if first is error else f"{said_of(error)} {said_of(first)}"
+
+
+def said_of(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 

@@ -16,8 +16,8 @@ from hetero.internals import is_traceable_wrapper_subclass
 from hetero.parallel.gloo import Gloo, Talks, local_ranks
 from hetero.train.model.parts import Parts, PlainTensors
 
-REPLICATE, SHARD, TENSOR = "dp_replicate", "dp_shard", "tp"
-AXES = (REPLICATE, SHARD, TENSOR)
+STAGES, REPLICATE, SHARD, TENSOR = "pp", "dp_replicate", "dp_shard", "tp"
+AXES = (STAGES, REPLICATE, SHARD, TENSOR)
 """Outermost first: ranks that differ in the last one alone follow each other."""
 
 
@@ -55,7 +55,7 @@ def open_comm(
     without a mesh in a group of several ranks, which would each train alone; and for groups of
     ranks that do not fit the mesh.
     """
-    world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 0
+    world = world_size()
     if mesh is None and tensor_ranks:
         check_covered(world, tensor_ranks)
         n_shares = n_copies = 1
@@ -66,20 +66,41 @@ def open_comm(
         n_shares, n_copies = shares_of(mesh, world, averages, tensor_ranks)
     check_group(sum_group, n_shares, n_copies)
     n_tensor = len(tensor_ranks)
-    if not n_tensor:
-        if n_shares == 1:
-            return ALONE_COMM
-        return Gloo(n_shares, timeout_seconds, sum_group, one_sided=one_sided)
+    n_stage = len(stage_ranks(mesh, world)) if world else 1  # ranks of a stage of a pipeline
+    stages = [range(first, first + n_stage) for first in range(0, world, n_stage)]
     if n_shares == 1:
-        tensors = [range(first, first + n_tensor) for first in range(0, world, n_tensor)]
-        everyone = Talks(tensors, timeout_seconds)
-        return Alone(min(n_tensor, local_ranks() or n_tensor), everyone)
+        return alone(n_tensor, len(stages), world, timeout_seconds)
+    teams = [stage[part :: max(1, n_tensor)] for stage in stages for part in range(n_tensor or 1)]
     return Gloo(
         *(n_shares, timeout_seconds, sum_group),
         one_sided=one_sided,
-        teams=[range(part, world, n_tensor) for part in range(n_tensor)],  # with the same parts
-        everyone=Talks([range(world)], timeout_seconds),
+        teams=teams if len(teams) > 1 else None,  # with the same parts of the same stage
+        everyone=Talks(stages, timeout_seconds) if n_tensor else None,
     )
+
+
+def alone(n_tensor: int, n_stages: int, world: int, timeout_seconds: float) -> Comm:
+    """Return this rank as the only one with its parts of tensors, or its stages of a pipeline."""
+    n = max(1, n_tensor) * max(1, n_stages)
+    n_local = min(n, local_ranks() or n)
+    if n_tensor:
+        tensors = [range(first, first + n_tensor) for first in range(0, world, n_tensor)]
+        return Alone(n_local, Talks(tensors, timeout_seconds))
+    return ALONE_COMM if n == 1 else Alone(n_local)
+
+
+def world_size() -> int:
+    """Return the ranks of the process group; 0 without one."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 0
+
+
+def stage_ranks(mesh: Any, world: int) -> range:
+    """Return the ranks that have this one's stages of the pipeline: all of them without one."""
+    if mesh is None or not world:
+        return range(world)
+    size = world // sizes_of(mesh, world)[STAGES]
+    first = dist.get_rank() // size * size
+    return range(first, first + size)
 
 
 def check_alone(world: int) -> None:
@@ -168,10 +189,10 @@ def launched() -> int:
 def sizes_of(mesh: Any, world: int) -> dict[str, int]:
     """Return the size of each axis; ConfigError unless they multiply to the world's."""
     if mesh == "world":
-        return {REPLICATE: 1, SHARD: world, TENSOR: 1}
+        return {STAGES: 1, REPLICATE: 1, SHARD: world, TENSOR: 1}
     if not isinstance(mesh, Mapping):
         check_order(mesh)
-        mesh = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))
+    mesh = sizes_named(mesh)
     check_axes(mesh)
     sizes = {name: int(mesh.get(name, 1)) for name in AXES}
     if math.prod(sizes.values()) != world:
@@ -191,6 +212,24 @@ def check_group(sum_group: int, n_shares: int, n_copies: int) -> None:
             f"sum_group={sum_group} with {n_copies} x {n_shares} ranks that share a model",
             advice=f"use one of {', '.join(map(str, fits))}: groups of ranks are equal, and each is"
             " an equal part of a copy of the model, or some copies",
+        )
+
+
+def sizes_named(mesh: Any) -> Mapping[str, int]:
+    """Return the size of each axis that a mesh names."""
+    if isinstance(mesh, Mapping):
+        return mesh
+    names = getattr(mesh, "mesh_dim_names", None) or ()
+    return dict(zip(names, mesh.shape, strict=False)) if names else {}
+
+
+def refuse_stages(mesh: Any, what: str) -> None:
+    """Refuse a mesh with stages of a pipeline where ``what`` takes each rank's model for all."""
+    if sizes_named(mesh).get(STAGES, 1) > 1:
+        raise ConfigError(
+            f"mesh={mesh!r}: {what} knows no pipelines",
+            advice="call hetero.prepare(nn.ModuleList(stages), optimizer, mesh=...) in a loop of"
+            " your own, with a schedule of torch.distributed.pipelining",
         )
 
 

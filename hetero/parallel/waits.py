@@ -79,11 +79,14 @@ class Waits:
         try:
             work.wait()
         except RuntimeError as error:
-            why = f"lost a connection ({reason_of(error)})"
-            broken = Left(Parting.SILENT, self._news.rank, why)
-            left = self.timeout_seconds - (time.monotonic() - began)
-            cause = self._news.cause(broken, min(HEARING_SECONDS, left))
-            raise self.lose(what, cause) from None
+            raise self.failed(error, what, began) from None
+
+    def failed(self, error: RuntimeError, what: str, began: float) -> RankLost:
+        """Return what the caller of a failed call raises; the wait for it ``began`` then."""
+        why = f"lost a connection ({reason_of(error)})"
+        broken = Left(Parting.SILENT, self._news.rank, why)
+        left = self.timeout_seconds - (time.monotonic() - began)
+        return self.lose(what, self._news.cause(broken, min(HEARING_SECONDS, left)))
 
     def late(self) -> Left:
         """Return the cause of a wait that is too long; without one, as much as is known of it."""

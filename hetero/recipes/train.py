@@ -24,6 +24,7 @@ from hetero.config import Config
 from hetero.device import open_device
 from hetero.errors import ConfigError
 from hetero.parallel.launch import Launch, launch
+from hetero.parallel.mesh import refuse_stages
 from hetero.recipes.options import TrainOptions, installed
 from hetero.recipes.passes import Passes
 from hetero.recipes.record import Recording
@@ -81,6 +82,7 @@ def train_on(
     """Run the recipe as one of ``ranks``; the first one watches, records and writes."""
     if ranks.size > 1 and config.mesh is None:
         config = dataclasses.replace(config, mesh="world")
+    refuse_stages(config.mesh, "hetero train")
     if ranks.rank:
         options = dataclasses.replace(options, record="none", track=())
         watch = unseen

@@ -17,7 +17,7 @@ from hetero.device import Device, Slab, Ticket
 from hetero.device.comm import ALONE_COMM, Comm, Company, Relay, relay_of
 from hetero.dry import DryDevice
 from hetero.errors import ConfigError
-from hetero.parallel.mesh import REPLICATE, SHARD, check_axes, check_group
+from hetero.parallel.mesh import REPLICATE, SHARD, check_axes, check_group, refuse_stages
 from hetero.plan.machine import MachineProfile
 from hetero.plan.network import (
     Cluster,
@@ -169,5 +169,6 @@ def ranks_of(mesh: Any, profile: MachineProfile) -> Cluster:
             advice=f"plan with mesh={{'{SHARD}': 4}} for four",
         )
     check_axes(mesh)
+    refuse_stages(mesh, "a plan")
     n_shares = int(mesh.get(SHARD, 1))
     return on_machines(profile, n_shares, int(mesh.get(REPLICATE, 1)) if n_shares > 1 else 1)

@@ -1,9 +1,12 @@
-"""Stages of torch's pipelines, each prepared by itself."""
+"""Stages of torch's pipelines, of which each rank has prepared its own."""
 
 from __future__ import annotations
 
-from datetime import timedelta
-from typing import Any
+import itertools
+import os
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -13,15 +16,28 @@ from torch.distributed.pipelining import PipelineStage, schedules
 
 import hetero
 from hetero.api import status
-from hetero.testing.ranks import free_port, run_ranks
+from hetero.errors import BudgetError, ConfigError, HeteroError, RankLost, StateError
+from hetero.internals import stages_of
+from hetero.testing.ranks import Died, outcomes, run_ranks
 
-D, RANKS, STAGES, MICRO_BATCHES, STEPS = 32, 2, 4, 4, 3
-HBM = 44 * 1024
+D, RANKS, MICRO_BATCHES, STEPS = 32, 2, 4, 4
+HBM = {1: 36 * 1024, 2: 58 * 1024}
+"""By the stages of a rank; their weights are of 28 to 64 KiB."""
+ONE, LOOPED, V = [[0], [1]], [[0, 2], [1, 3]], [[0, 3], [1, 2]]
 STAGES_OF = {
-    "ScheduleZBVZeroBubble": [[0, 3], [1, 2]],
-    "ScheduleInterleavedZeroBubble": [[0, 2], [1, 3]],
+    "ScheduleGPipe": ONE,
+    "Schedule1F1B": ONE,
+    "ScheduleInterleaved1F1B": LOOPED,
+    "ScheduleLoopedBFS": LOOPED,
+    "ScheduleInterleavedZeroBubble": LOOPED,
+    "ScheduleZBVZeroBubble": V,
+    "ScheduleDualPipeV": V,
 }
 """Of each rank."""
+BLOCKS = (7, 9, 8, 6)
+"""Of each stage."""
+UPDATES = ("sgd", "adamw", "clipped")
+SETTINGS = {"device": "cpu:sim", "chunk_bytes": 1024, "timeout_seconds": 20, "mesh": {"pp": RANKS}}
 
 
 class Block(nn.Module):
@@ -35,49 +51,267 @@ class Block(nn.Module):
         return torch.tanh(self.linear(x))
 
 
-def stages() -> list[nn.Module]:
-    torch.manual_seed(0)
-    return [nn.Sequential(*(Block() for _ in range(8))) for _ in range(STAGES)]
+def stage_of(index: int) -> nn.Module:
+    torch.manual_seed(index)
+    return nn.Sequential(*(Block() for _ in range(BLOCKS[index])))
 
 
-def trained(rank: int, kind: str, is_prepared: bool, port: int) -> tuple[list[Any], bool]:
-    """Train this rank's stages; return their weights, and whether one of them pages."""
-    dist.destroy_process_group()  # ranks that share no model are prepared one by one
-    models, optimizers = [], []
-    for index in STAGES_OF[kind][rank]:
-        model = stages()[index]
-        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        if is_prepared:
-            settings = {"device": "cpu:sim", "chunk_bytes": 1024, "activations": "keep"}
-            model, optimizer = hetero.prepare(model, optimizer, hbm=HBM, **settings)
-        models.append(model)
-        optimizers.append(optimizer)
-    address = f"tcp://127.0.0.1:{port}"
-    limit = timedelta(seconds=60)
-    dist.init_process_group("gloo", address, limit, world_size=RANKS, rank=rank)
+class Case(NamedTuple):
+    """A pipeline's run."""
+
+    kind: str
+    activations: str
+    updates: str
+
+
+class Outcome(NamedTuple):
+    """What a rank came to."""
+
+    weights: list[torch.Tensor]
+    losses: list[torch.Tensor]
+    evictions: int
+    misses: int
+
+
+def scheduled(kind: str, stages: nn.ModuleList, rank: int, group: Any = None) -> Any:
+    """Return the schedule of a rank's stages."""
+    of_rank = STAGES_OF[kind]
+    n_stages = sum(map(len, of_rank))
     there = [
-        PipelineStage(model, index, STAGES, torch.device("cpu"))
-        for model, index in zip(models, STAGES_OF[kind][rank], strict=True)
+        PipelineStage(stage, index, n_stages, torch.device("cpu"), group=group)
+        for stage, index in zip(stages, of_rank[rank], strict=True)
     ]
-    schedule = getattr(schedules, kind)(there, MICRO_BATCHES, loss_fn=nn.functional.mse_loss)
+    one = there[0] if of_rank is ONE else there
+    return getattr(schedules, kind)(one, MICRO_BATCHES, loss_fn=nn.functional.mse_loss)
+
+
+def stepped(schedule: Any, rank: int, data: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Run a schedule on a step's inputs and targets; return its losses, where the last stage is."""
+    losses: list[torch.Tensor] = []
+    given: dict[str, Any] = {}
+    if any(stage.is_last for stage in stages_of(schedule)):
+        given = {"target": data[1], "losses": losses}
+    schedule.step(*[data[0]] * (rank == 0), **given)
+    return losses
+
+
+def optimizer_of(model: nn.Module, updates: str) -> torch.optim.Optimizer:
+    if updates == "sgd":
+        return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def trained(rank: int, case: Case, is_prepared: bool) -> Outcome:
+    """Train this rank's stages."""
+    model: Any = nn.ModuleList(stage_of(index) for index in STAGES_OF[case.kind][rank])
+    optimizer: Any = optimizer_of(model, case.updates)
+    clip = torch.nn.utils.clip_grad_norm_
+    if is_prepared:
+        settings = {"activations": case.activations, **SETTINGS}
+        model, optimizer = hetero.prepare(model, optimizer, hbm=HBM[len(model)], **settings)
+    schedule = scheduled(case.kind, model, rank)
+    losses = []
     for number in range(STEPS):
-        torch.manual_seed(number)
-        x, target = torch.randn(4 * MICRO_BATCHES, D), torch.randn(4 * MICRO_BATCHES, D)
-        is_last = STAGES - 1 in STAGES_OF[kind][rank]
-        schedule.step(*[x] * (rank == 0), **({"target": target} if is_last else {}))
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    pages = [status(model).evictions > 0 for model in models] if is_prepared else []
-    weights = [value.clone() for model in models for value in model.state_dict().values()]
-    return weights, any(pages)
+        losses += stepped(schedule, rank, batch(number, 0))
+        if case.updates == "clipped":
+            clip(model.parameters(), 0.05)
+        optimizer.step()
+        optimizer.zero_grad()
+    weights = [value.clone() for value in model.state_dict().values()]
+    seen = status(model) if is_prepared else None
+    evictions, misses = (seen.evictions, seen.misses) if seen is not None else (0, 0)
+    if is_prepared:
+        hetero.release(model, optimizer)
+    return Outcome(weights, losses, evictions, misses)
+
+
+def both(rank: int, case: Case) -> tuple[Outcome, Outcome]:
+    return trained(rank, case, False), trained(rank, case, True)
+
+
+def check(case: Case) -> None:
+    for plain, ours in run_ranks(RANKS, both, case):
+        for theirs, mine in ((plain.weights, ours.weights), (plain.losses, ours.losses)):
+            assert all(torch.equal(a, b) for a, b in zip(theirs, mine, strict=True))
+        assert ours.evictions >= 3
+
+
+def cases() -> Iterator[Case]:
+    for each in itertools.product(STAGES_OF, ("keep", "recompute", "offload"), UPDATES):
+        yield Case(*each)
+
+
+@pytest.mark.campaign(seconds=6)
+@pytest.mark.parametrize("case", list(cases()), ids="-".join)
+def test_prepared_stages_give_the_bits_of_plain_ones(case: Case) -> None:
+    check(case)
+
+
+# -- stages of which several ranks keep shares -----------------------------------------------------
+
+
+def batch(number: int, copy: int) -> list[torch.Tensor]:
+    """Return the inputs and targets of a step, of one of two pipelines."""
+    torch.manual_seed(100 * number + copy)
+    return [torch.randn(4 * MICRO_BATCHES, D) for _ in range(2)]
+
+
+def trained_with_shares(rank: int, kind: str) -> tuple[list[torch.Tensor], int]:
+    """Train as one of four ranks: two pipelines, whose ranks of a stage keep a share each."""
+    at, copy = divmod(rank, RANKS)
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    model: Any = nn.ModuleList(stage_of(index) for index in STAGES_OF[kind][at])
+    optimizer: Any = optimizer_of(model, "adamw")
+    settings = {**SETTINGS, "hbm": HBM[len(model)], "mesh": {"pp": 2, "dp_shard": 2}}
+    model, optimizer = hetero.prepare(model, optimizer, **settings)
+    schedule = scheduled(kind, model, at, groups[copy])
+    for number in range(STEPS):
+        stepped(schedule, at, batch(number, copy))
+        optimizer.step()
+        optimizer.zero_grad()
+    found = [value.clone() for value in model.state_dict().values()], status(model).evictions
+    hetero.release(model, optimizer)
+    return found
+
+
+def trained_in_one(kind: str) -> list[list[torch.Tensor]]:
+    """Train all stages in one process of plain torch, in the order of micro-batches, then ranks."""
+    model = nn.ModuleList(stage_of(index) for index in range(sum(map(len, STAGES_OF[kind]))))
+    optimizer, params = optimizer_of(model, "adamw"), list(model.parameters())
+    for number in range(STEPS):
+        parts = [[t.chunk(MICRO_BATCHES) for t in batch(number, copy)] for copy in range(2)]
+        for i, copy in itertools.product(range(MICRO_BATCHES), range(2)):
+            x, target = (each[i] for each in parts[copy])
+            for stage in model:
+                x = stage(x)
+            loss = nn.functional.mse_loss(x, target)
+            for param, grad in zip(params, torch.autograd.grad(loss, params), strict=True):
+                grad = grad * (1 / 2)
+                param.grad = grad if param.grad is None else param.grad.add_(grad)
+        for param in params:  # as schedules do
+            param.grad.div_(MICRO_BATCHES)
+        optimizer.step()
+        optimizer.zero_grad()
+    return [list(stage.state_dict().values()) for stage in model]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", STAGES_OF)
-def test_zero_bubble_schedules_give_prepared_stages_the_bits_of_plain_ones(kind: str) -> None:
-    plain, ours = (run_ranks(RANKS, trained, kind, p, free_port()) for p in (False, True))
+@pytest.mark.parametrize("kind", ["ScheduleGPipe", "Schedule1F1B", "ScheduleInterleaved1F1B"])
+def test_two_pipelines_that_share_stages_are_one_process_with_their_micro_batches(
+    kind: str,
+) -> None:
+    theirs = trained_in_one(kind)
+    for rank, (mine, evictions) in enumerate(run_ranks(4, trained_with_shares, kind)):
+        expected = [value for at in STAGES_OF[kind][rank // 2] for value in theirs[at]]
+        assert all(torch.equal(a, b) for a, b in zip(mine, expected, strict=True))
+        assert evictions >= 3
 
-    for (theirs, _), (mine, pages) in zip(plain, ours, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(theirs, mine, strict=True))
-        assert pages
+
+@pytest.mark.slow
+def test_shares_of_stages_and_a_zero_bubble_are_refused() -> None:
+    for each in outcomes(4, trained_with_shares, "ScheduleZBVZeroBubble"):
+        assert isinstance(each.error, StateError | RankLost), each.text
+        assert "zero bubble" in str(each.error) or "left (StateError" in str(each.error)
+
+
+# -- what is refused, and ranks that are lost ------------------------------------------------------
+
+
+def prepared(rank: int, **settings: Any) -> tuple[Any, Any]:
+    """Return the stages of a rank, and a schedule of them."""
+    model = nn.ModuleList(stage_of(index) for index in LOOPED[rank])
+    optimizer = optimizer_of(model, "adamw")
+    model, optimizer = hetero.prepare(model, optimizer, **{"hbm": HBM[2], **SETTINGS, **settings})
+    return scheduled("ScheduleInterleaved1F1B", model, rank), optimizer
+
+
+def ends(body: Callable[..., Any], *args: Any) -> list[HeteroError]:
+    """Return the errors with which ranks left."""
+    found = outcomes(RANKS, body, *args)
+    assert all(isinstance(each, Died) for each in found), found
+    for each in found:
+        assert isinstance(each.error, HeteroError), each.text
+        assert each.error.advice
+    return [each.error for each in found]
+
+
+def stage_too_large(rank: int) -> None:
+    prepared(rank, hbm=HBM[2] if rank else 3 * 1024)
+
+
+def test_a_stage_larger_than_the_budget_is_an_error_on_all_ranks() -> None:
+    small, other = ends(stage_too_large)
+
+    assert isinstance(small, BudgetError)
+    assert isinstance(other, RankLost)
+    assert "rank 0 left (BudgetError" in str(other)
+
+
+def apart(rank: int) -> None:
+    models = [stage_of(index) for index in LOOPED[rank]]
+    for index, model in enumerate(models):
+        optimizer = optimizer_of(model, "adamw")
+        models[index], _ = hetero.prepare(model, optimizer, hbm=HBM[2], **SETTINGS)
+    stepped(scheduled("ScheduleInterleaved1F1B", nn.ModuleList(models), rank), rank, batch(0, 0))
+
+
+def test_stages_that_were_prepared_apart_are_an_error_on_all_ranks() -> None:
+    for error in ends(apart):
+        assert isinstance(error, StateError)
+        assert "prepared apart" in str(error)
+
+
+class Named(nn.Module):
+    """A stage whose output has a name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"x": self.block(x)}
+
+
+def named_output(rank: int) -> None:
+    model: Any = nn.ModuleList([Block() if rank else Named()])
+    model, _ = hetero.prepare(model, optimizer_of(model, "sgd"), hbm=HBM[2], **SETTINGS)
+    stepped(scheduled("Schedule1F1B", model, rank), rank, batch(0, 0))
+
+
+def test_an_output_that_is_no_tensor_is_an_error_on_all_ranks() -> None:
+    stage, other = ends(named_output)
+
+    assert isinstance(stage, ConfigError)
+    assert "stage 0 returns dict" in str(stage)
+    assert isinstance(other, RankLost)
+    assert "rank 0 left (ConfigError" in str(other)
+
+
+def fails(rank: int, how: str) -> None:
+    """Train until one rank does not."""
+    schedule, optimizer = prepared(rank, timeout_seconds=2.0)
+    stepped(schedule, rank, batch(0, 0))
+    optimizer.step()
+    if rank == 1:
+        stage = stages_of(schedule)[0].submod
+        stage[0].register_forward_pre_hook(lambda *_: fail(how))
+    stepped(schedule, rank, batch(1, 0))
+
+
+def fail(how: str) -> None:
+    if how == "error":
+        raise OSError("no more data")
+    os.kill(os.getpid(), signal.SIGKILL if how == "killed" else signal.SIGSTOP)
+
+
+@pytest.mark.parametrize(
+    "how", ["error", "killed", pytest.param("stopped", marks=pytest.mark.slow)]
+)
+def test_a_stage_that_fails_ends_all_ranks(how: str) -> None:
+    mine, other = outcomes(RANKS, fails, how)
+
+    assert isinstance(mine, Died)
+    assert isinstance(mine.error, RankLost), mine.text
+    said = {"error": "no more data", "killed": "it was killed", "stopped": "said nothing for 2 s"}
+    assert said[how] in str(mine.error)
+    assert isinstance(other, Died)

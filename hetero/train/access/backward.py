@@ -151,6 +151,11 @@ class BackwardAccess:
         self._hear_of_pass()
         self._grads.arrived(param)
 
+    def gradient_assigned(self, param: nn.Parameter, *, adds: bool) -> None:
+        """Note a gradient that code has set; ``adds``: as autograd does."""
+        self._hear_of_pass()
+        self._grads.assigned(param, adds=adds)
+
     def gradient_arriving(self, index: int) -> None:
         """Autograd is about to add to a gradient."""
         self._hear_of_pass()

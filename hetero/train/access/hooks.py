@@ -28,7 +28,7 @@ from hetero.train.activations.saved import SavedTensors
 from hetero.train.activations.tiles import TILE, mlps, tile, untile
 from hetero.train.model.binding import without_faults
 from hetero.train.model.graph import OurHook
-from hetero.train.model.units import PART, Unit, has_params
+from hetero.train.model.units import PART, Unit, entries_of, has_params
 
 
 class Hooks(Attachments):
@@ -51,7 +51,8 @@ class Hooks(Attachments):
                 if first is not None:
                     lend = functools.partial(around_encoder, runtime, runtime.needs[first])
                     self.surround_forward(module, lend)
-        self.surround_forward(model, functools.partial(around_model, runtime, meter))
+        for entry in entries_of(model):
+            self.surround_forward(entry, functools.partial(around_model, runtime, meter))
         for module in filter(has_params, model.modules()):  # called by torch.jit.script
             refuse = functools.partial(_refuse, "torch.jit.script")
             self.replace(module, "__prepare_scriptable__", refuse)
@@ -64,11 +65,13 @@ class Hooks(Attachments):
             if unit.module is not None:
                 around = functools.partial(around_unit, activations, index)
                 self.surround_forward(unit.module, around)
-        self.surround_forward(model, functools.partial(around_batch, activations))
+        for entry in entries_of(model):
+            self.surround_forward(entry, functools.partial(around_batch, activations))
 
     def save_through(self, model: nn.Module, saved: SavedTensors) -> None:
         """Let tensors saved by the whole model's forward pass through our pair of hooks."""
-        self.surround_forward(model, functools.partial(around_saving, saved))
+        for entry in entries_of(model):
+            self.surround_forward(entry, functools.partial(around_saving, saved))
 
     def tile(self, units: Sequence[Unit], size: int) -> int:
         """Let the MLPs of blocks take ``size`` positions at a time; return how many there are."""
@@ -195,6 +198,18 @@ def before_next_forward(module: nn.Module, call: Callable[[], None]) -> Callable
 def before_forward(module: nn.Module, call: Callable[[], None]) -> Callable[[], None]:
     """Call ``call`` before every forward of a module; return a function that ends that."""
     return module.register_forward_pre_hook(lambda *_: call()).remove
+
+
+def after_next_forward(module: nn.Module, call: Callable[[Any], None]) -> Callable[[], None]:
+    """Call ``call`` with what a module's next forward returns; return a function that cancels
+    that."""
+
+    def once(_: nn.Module, __: Any, output: Any) -> None:
+        handle.remove()
+        call(output)
+
+    handle = module.register_forward_hook(once)
+    return handle.remove
 
 
 def before_node(node: Any, call: Callable[..., None]) -> None:

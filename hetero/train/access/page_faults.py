@@ -12,6 +12,7 @@ from torch import nn
 from hetero.device import ALONE, use_count
 from hetero.errors import StateError
 from hetero.internals import tree_iter
+from hetero.train.access.backward import BackwardAccess
 from hetero.train.access.early import EarlyUpdates, NoEarlyUpdates
 from hetero.train.access.home_view import StateDictView
 from hetero.train.access.pages import ParameterPages
@@ -34,6 +35,9 @@ class Lender(Protocol):
 
     @property
     def events(self) -> StepEvents: ...
+
+    @property
+    def backward(self) -> BackwardAccess: ...
 
     @property
     def early(self) -> EarlyUpdates | NoEarlyUpdates: ...
@@ -130,6 +134,10 @@ class PageFaults:
         # old bytes
         torch.autograd.graph.increment_version(param)
         self._pages.assigned(param, value)
+
+    def assign_grad(self, param: nn.Parameter, *, adds: bool) -> None:
+        """A gradient was set: it goes home as autograd's do."""
+        self._runtime.backward.gradient_assigned(param, adds=adds)
 
     def geometry(self, param: nn.Parameter) -> torch.Tensor:
         """Return a meta tensor with the parameter's own shape and strides."""

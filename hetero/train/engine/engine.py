@@ -318,6 +318,7 @@ class Engine:
             self.optimizer.known_state = defaultdict(dict)
         setup.store.close()
         setup.device.close_stages()
+        setup.ends.close()
         setup.model.__dict__.pop(MARK, None)
         interrupts.let_go(setup)
 

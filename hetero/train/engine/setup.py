@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -73,6 +73,8 @@ class Setup:
     parts: Parts = field(default_factory=PlainTensors)
     hooks: Hooks = field(default_factory=Hooks)
     saver: Saver = field(default_factory=Saver)
+    ends: ExitStack = field(default_factory=ExitStack)
+    """What ends with the release."""
     steps: int = 0
     stats: StepStats = field(default_factory=StepStats)
     index: dict[int, int] = field(init=False)

@@ -140,6 +140,9 @@ class WrittenWeights:
         with torch.no_grad():
             param.copy_(value)
 
+    def assign_grad(self, param: nn.Parameter, *, adds: bool) -> None:
+        """A gradient that code sets stays until the step, as on pages with masters."""
+
     def geometry(self, param: nn.Parameter) -> torch.Tensor:
         """Return a meta tensor with the parameter's own shape and strides."""
         return torch.empty_like(param, device="meta")

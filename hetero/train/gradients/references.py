@@ -27,12 +27,21 @@ class References:
         probe.grad = torch.zeros((), device="cpu")
         self._of_object = _holders(probe)
         self._of_addend = _lone_uses()
+        self._of_base = _holders_of_base(torch.zeros(1, 2, device="cpu").clone().t())
 
     def is_held(self, param: torch.Tensor, storage: int, n_siblings: int) -> bool:
         """Whether the user's code refers to ``param.grad``, or to its storage, which ``n_siblings``
         gradients share."""
-        uses = storage_uses(storage)
-        return _holders(param) > self._of_object or uses > ALONE - 1 + n_siblings
+        if _holders(param) > self._of_object:
+            return True
+        uses, objects = _holders_of_base(get_grad(param))
+        if not uses:
+            return storage_uses(storage) > ALONE - 1 + n_siblings
+        # a transposed product, say, which its views alone keep
+        most, most_objects = self._of_base
+        if uses > most - 1 + n_siblings or objects > most_objects:
+            return True
+        return storage_uses(storage) > ALONE + n_siblings
 
     def may_change(self, addend: torch.Tensor) -> bool:
         """Whether autograd or a user may still write to an addend."""
@@ -69,6 +78,13 @@ def _lone_uses() -> int:
         probe.grad = grad
         (probe * 2).sum().backward()
     return int(grad.uses)
+
+
+def _holders_of_base(grad: Any) -> tuple[int, int]:
+    """Return the numbers of references to the tensor that a gradient is a view of, from C++ and in
+    Python; none if it is no view."""
+    base = None if grad is None else grad._base
+    return (0, 0) if base is None else (_uses(base), sys.getrefcount(base))
 
 
 def _uses(tensor: torch.Tensor) -> int:

@@ -202,6 +202,18 @@ class SharedGradStore(GradStore):
         else:
             self._kept.pop(index, None)
 
+    def assigned(self, param: nn.Parameter, *, adds: bool) -> None:
+        """A gradient set by the user's code is the same on all ranks; torch's would be an addend of
+        no pass."""
+        if adds:
+            name = self._layout.home[self._index[id(param)]][1].spec.name
+            raise StateError(
+                f"a schedule computes the gradient of {name!r} apart from its inputs' (zero"
+                " bubble), and ranks that share the stage sum gradients at the end of a pass",
+                advice="use Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B or"
+                " ScheduleLoopedBFS, or leave dp_shard out of mesh=",
+            )
+
     def take_plain(self) -> None:
         """Take home gradients set by the user's code; those of no_sync, scaled alike, stay."""
         for index, param in enumerate(self.params):

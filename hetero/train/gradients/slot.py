@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from hetero.errors import StateError
-from hetero.internals import DISPATCHERS, ENGINE_CODE, foreach_norm, in_backward
+from hetero.internals import DISPATCHERS, ENGINE_CODE, GRADIENT_ADDERS, foreach_norm, in_backward
 from hetero.jobs import Job
 from hetero.memory.home import Home
 from hetero.memory.layout import Segment, row
@@ -381,15 +381,16 @@ def _called_by_autograd() -> bool:
     """Whether an operation is the engine's own, and not of a hook that it runs.
 
     The engine calls from C++: the nearest Python frame then started it; its own threads have none.
+    torch's pipelines add weights' gradients between passes, by code of their own.
     """
-    if not in_backward():
-        return False
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and (
         frame.f_code.co_name == "__torch_dispatch__" or frame.f_globals["__name__"] in _DISPATCHERS
     ):
         frame = frame.f_back
-    return frame is None or frame.f_code is ENGINE_CODE
+    if frame is not None and frame.f_globals["__name__"] in GRADIENT_ADDERS:
+        return True
+    return in_backward() and (frame is None or frame.f_code is ENGINE_CODE)
 
 
 def _mul(grad: LazyGrad, other: Any) -> bool:

@@ -139,6 +139,20 @@ class GradStore:
         self.early.arrive(*self._layout.home[index])
         self._pending[index] = None
 
+    def assigned(self, param: nn.Parameter, *, adds: bool) -> None:
+        """Note a gradient that code has set: it is flushed as one that arrived.
+
+        Under loss scaling, and if there is a master, it stays until the step: sums that code makes
+        on the device are in the gradient's own dtype, wherever the weights are.
+
+        ``adds``: torch's own code has set it in autograd's place.
+        """
+        index = self._index[id(param)]
+        grad, bucket = self.parts.grad(param), self._layout.buckets[self._layout.home[index][0]]
+        plain = grad is not None and not isinstance(grad, LazyGrad)
+        if plain and bucket.trainable and not bucket.has_master and not self.scaling.is_required:
+            self._pending[index] = None
+
     def flush_pending(self) -> None:
         """Start to flush every gradient that has arrived."""
         if self._pending:

@@ -22,6 +22,7 @@ from hetero.internals import (
     SCRIPT_CALL,
     WRAPPERS,
     Replacement,
+    adds_gradients,
     asks_for_node,
     break_graphs_at,
     functorch_level,
@@ -56,6 +57,9 @@ class Faults(Protocol):
 
     def assign(self, param: Any, value: torch.Tensor) -> None:
         """Carry out ``param.data = value``."""
+
+    def assign_grad(self, param: Any, *, adds: bool) -> None:
+        """Code has set ``param.grad``; ``adds``: as autograd does."""
 
     def geometry(self, param: Any) -> torch.Tensor:
         """Return a meta tensor with the parameter's own shape and strides."""
@@ -142,6 +146,7 @@ METADATA = metadata_functions()
 GEOMETRY = frozenset({T.stride, T.is_contiguous})
 _DATA = getattr_static(T, "data")
 _set_data = _DATA.__set__
+_set_grad = getattr_static(T, "grad").__set__
 
 
 def _refuse_to_leave(param: Prepared, *_: Any, **__: Any) -> NoReturn:
@@ -227,7 +232,10 @@ class UnboundPage(Prepared):
     ) -> Any:
         if func in cls.hetero_metadata:
             with without_faults():
-                return func(*args, **kwargs) if kwargs else func(*args)
+                found = func(*args, **kwargs) if kwargs else func(*args)
+            if func == _set_grad and isinstance(args[0], cls):
+                cls.hetero_runtime.assign_grad(args[0], adds=adds_gradients())
+            return found
         kwargs, owner = kwargs or {}, cls.hetero_runtime
         if args and isinstance(args[0], cls):
             if func in GEOMETRY:

@@ -34,9 +34,31 @@ def find_units(model: nn.Module, patterns: Sequence[str] | None = None) -> list[
     """
     if patterns is not None:
         return named_units(model, patterns)
+    names = {id(module): name for name, module in model.named_modules()}
+    entries = entries_of(model)
+    return list(unique(unit for e in entries for unit in units_of(e, names[id(e)])))
+
+
+def entries_of(model: nn.Module) -> list[nn.Module]:
+    """Return the modules that a program calls as the model: those with parameters in a model
+    without a forward of its own (a list of pipeline stages, a pair that trains together)."""
+    if calls_itself(model) or not has_params(model):
+        return [model]
+    below = (e for child in model.children() if has_params(child) for e in entries_of(child))
+    return list(dict.fromkeys(below)) or [model]
+
+
+def calls_itself(module: nn.Module) -> bool:
+    """Whether a module has a forward, of its class or put on it."""
+    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
+
+
+def units_of(model: nn.Module, name: str) -> Iterator[Unit]:
+    """Yield the units of an entry, which has a name in its model."""
     if not has_blocks(model) and (model._parameters or not any(model.children())):
-        return [Unit("", model)]
-    return list(unique(split(model, "")))
+        yield Unit(name, model)
+    else:
+        yield from split(model, name)
 
 
 def named_units(model: nn.Module, patterns: Sequence[str]) -> list[Unit]:

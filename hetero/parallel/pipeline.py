@@ -1,0 +1,266 @@
+"""A pipeline: ranks with stages of one model, which torch's schedules run (floor 3).
+
+The stages of a rank are one model to us, with one budget and one trace, and ranks share nothing
+but activations and their gradients, which torch sends. What it waits for never comes from a rank
+that is lost, so while a schedule of prepared stages runs its waits are ours: polls with a deadline,
+which hear why a rank left.
+"""
+
+from __future__ import annotations
+
+import functools
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from hetero.errors import ConfigError, HeteroError, StateError
+from hetero.internals import Replacement, install, pipeline_places, stages_of
+from hetero.parallel.farewell import Parting
+from hetero.parallel.gloo import Meetings, new_group
+from hetero.parallel.mesh import STAGES, sizes_of, world_size
+from hetero.parallel.news import HEARING_SECONDS, Left, News
+from hetero.parallel.waits import Waits
+from hetero.train.access.hooks import after_next_forward
+from hetero.train.model.units import PART
+
+STAGE = "what another stage sends"
+TOGETHER = (
+    "prepare the stages of a rank at once: hetero.prepare(nn.ModuleList(stages), optimizer,"
+    f" mesh={{'{STAGES}': n}}), with one optimizer over the parameters of all"
+)
+
+
+class OneStage:
+    """The only rank, or one of those that all have the same stages."""
+
+    def meet(self, what: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Pipeline:
+    """The ranks of a pipeline, of whose stages this one has prepared its own.
+
+    Args:
+        model: has this rank's stages.
+        timeout_seconds: after which a rank that sends nothing is lost.
+    """
+
+    def __init__(self, model: nn.Module, timeout_seconds: float) -> None:
+        rank, size = dist.get_rank(), dist.get_world_size()
+        self._model = weakref.ref(model)
+        self._groups = [new_group([range(size)], timeout_seconds) for _ in range(2)]
+        self._news = News(self._groups[0], rank, size)
+        self._waits = Waits(self._news, timeout_seconds)
+        self._meetings = Meetings(self._groups[1], self._waits)
+        self._seen: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._aside: Aside | None = None
+        self._close = weakref.finalize(self, install(guards()))
+        _pipelines.add(self)
+
+    def meet(self, what: str) -> None:
+        """Wait for all ranks; raises RankLost for one that does not come, with its error."""
+        self._meetings.meet(what)
+
+    def close(self) -> None:
+        """Let go of the other ranks, which hear of the error that is being handled."""
+        _pipelines.discard(self)
+        self._close()
+        if self._aside is not None:
+            self._aside.close()
+        self._news.close()
+        for group in self._groups:
+            if dist.is_initialized():
+                dist.destroy_process_group(group)
+        self._groups.clear()
+
+    # -- a schedule ------------------------------------------------------------------------------
+
+    def count(self, stages: Iterable[Any]) -> int:
+        """Return how many of a schedule's stages are of this model."""
+        model = self._model()
+        ours = {id(module) for module in model.modules()} if model is not None else set()
+        return sum(any(id(m) in ours for m in stage.submod.modules()) for stage in stages)
+
+    @contextmanager
+    def running(self, schedule: Any, stages: Sequence[Any]) -> Iterator[None]:
+        """Run a schedule's step inside, so that it ends even if another rank never answers."""
+        self._waits.check()
+        with ExitStack() as stack:
+            if torch.is_grad_enabled() and schedule not in self._seen:
+                self._seen.add(schedule)
+                for stage in stages:
+                    if not stage.is_last:
+                        look = functools.partial(check_output, stage.stage_index)
+                        stack.callback(after_next_forward(stage.submod, look))
+            _running.append(self)
+            try:
+                yield
+            except Exception as error:
+                raise_typed(error)
+                self._ask_why(error)
+                raise
+            finally:
+                _running.pop()
+
+    def _ask_why(self, error: Exception) -> None:
+        """Raise RankLost if torch's error is that another rank has left."""
+        if not isinstance(error, RuntimeError) or error.__cause__ is not None:
+            return  # of code that a stage called: torch names the stage, and the error as its cause
+        unknown = Left(Parting.SILENT, -1, "")
+        left = self._news.cause(unknown, HEARING_SECONDS)
+        if left is not unknown:
+            raise self._waits.lose(STAGE, left) from error
+
+    def wait(self, works: Sequence[dist.Work]) -> None:
+        """Block until what torch sends and receives is over."""
+        self._aside = self._aside or Aside()
+        for work in works:
+            began, waited = time.monotonic(), self._aside.begin(work)
+            self._waits.poll(waited.ended.is_set, STAGE)
+            if waited.error is not None:
+                raise self._waits.failed(waited.error, STAGE, began) from None
+
+
+class Waited:
+    """A work that a thread blocks in: gloo's of two ranks say only there that they are over, and
+    only once."""
+
+    def __init__(self, work: dist.Work) -> None:
+        self.ended = threading.Event()
+        self.error: RuntimeError | None = None
+        self._work = work
+
+    def block(self) -> None:
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            self.error = error
+        finally:
+            self.ended.set()
+
+
+class Aside:
+    """A thread that blocks in works."""
+
+    def __init__(self) -> None:
+        self._todo: queue.SimpleQueue[Waited | None] = queue.SimpleQueue()
+        # one that waits for a lost rank is left behind, and must not hold up the end of the process
+        threading.Thread(target=block_in_all, args=(self._todo,), daemon=True).start()
+
+    def begin(self, work: dist.Work) -> Waited:
+        waited = Waited(work)
+        self._todo.put(waited)
+        return waited
+
+    def close(self) -> None:
+        self._todo.put(None)
+
+
+def block_in_all(todo: queue.SimpleQueue[Waited | None]) -> None:
+    while (waited := todo.get()) is not None:
+        waited.block()
+
+
+_pipelines: weakref.WeakSet[Pipeline] = weakref.WeakSet()
+_running: list[Pipeline] = []
+"""Whose schedules are in their steps, the innermost last."""
+
+
+def open_pipeline(model: nn.Module, mesh: Any, timeout_seconds: float) -> Pipeline | OneStage:
+    """Join the ranks of a mesh that has an axis of stages; collective."""
+    world = world_size()
+    if mesh is None or not world or sizes_of(mesh, world)[STAGES] == 1:
+        return OneStage()
+    return Pipeline(model, timeout_seconds)
+
+
+def pipeline_of(stages: Sequence[Any]) -> Pipeline | None:
+    """Return the pipeline of a schedule's stages; None if they are not of a prepared one.
+
+    Raises StateError if they were prepared apart.
+    """
+    counts = {pipeline: n for pipeline in list(_pipelines) if (n := pipeline.count(stages))}
+    if not counts:
+        return None
+    (pipeline, n), *others = counts.items()
+    if others or n < len(stages):
+        lone = [stage.stage_index for stage in stages if not is_prepared(stage)]
+        what = f"stage {lone[0]} is not prepared" if lone else "each has a budget of its own"
+        raise StateError(
+            f"the {len(stages)} stages that this rank runs in one schedule were prepared apart:"
+            f" {what}",
+            advice=TOGETHER,
+        )
+    return pipeline
+
+
+def is_prepared(stage: Any) -> bool:
+    """Whether a stage's module is a part of a prepared model, or wraps one."""
+    return any(PART in vars(module) for module in stage.submod.modules())
+
+
+def check_output(index: int, output: Any) -> None:
+    """Refuse what torch does not send from stage to stage."""
+    values = output if isinstance(output, (tuple, list)) else (output,)
+    for value in values:
+        if not isinstance(value, torch.Tensor):
+            raise ConfigError(
+                f"stage {index} returns {type(output).__name__}"
+                + (f" with {type(value).__name__} in it" if output is not value else "")
+                + ", and another stage waits for tensors",
+                advice="let each stage but the last return a tensor, or a tuple of tensors",
+            )
+
+
+def raise_typed(error: BaseException) -> None:
+    """Raise the error of ours that torch has put into one of its own, if there is one."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, HeteroError):
+        cause = cause.__cause__
+    if cause is not None and cause is not error:
+        raise cause from cause.__cause__
+
+
+def _watching(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a schedule's step that ends even if another rank never answers."""
+
+    @functools.wraps(step)
+    def watched(schedule: Any, *args: Any, **kwargs: Any) -> Any:
+        stages = stages_of(schedule)
+        pipeline = pipeline_of(stages)
+        if pipeline is None:
+            return step(schedule, *args, **kwargs)
+        with pipeline.running(schedule, stages):
+            return step(schedule, *args, **kwargs)
+
+    return watched
+
+
+def _polling(wait: Callable[[list[dist.Work]], None]) -> Callable[[list[dist.Work]], None]:
+    """Return a schedule's wait that polls, where works of a device do not order streams."""
+
+    @functools.wraps(wait)
+    def polled(works: list[dist.Work]) -> None:
+        if _running and dist.get_backend() == "gloo":
+            _running[-1].wait(works)
+        else:
+            wait(works)
+
+    return polled
+
+
+@functools.cache
+def guards() -> tuple[Replacement, ...]:
+    """Return the functions of torch that are replaced while a pipeline is prepared."""
+    places = pipeline_places()
+    steps = (place.replaced(_watching) for place in places.steps)
+    return (*steps, places.wait.replaced(_polling))
