@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,10 +13,10 @@ from torch import nn
 from hetero import optim
 from hetero.config import Config
 from hetero.device import open_device
-from hetero.errors import BudgetError, ConfigError
+from hetero.errors import BudgetError
 from hetero.io import make_folder
-from hetero.recipes.options import TrainOptions
-from hetero.recipes.record import free_folder
+from hetero.recipes.folders import RUNS
+from hetero.recipes.options import TrainOptions, is_unlimited
 from hetero.train.engine.blueprint import draw
 from hetero.train.engine.spill import draw_spill
 
@@ -35,48 +34,6 @@ OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 STATES_PER_BUDGET = 4  # the demo's hbm is this part of parameters, gradients and the two moments
 STATES_PER_HOST = 2  # and its host is this part; the disk has the rest
-RUNS = "runs"  # folder in the working directory, for checkpoints and the demo's homes on disk
-RECORDING = "run"  # folder for the recording, among a run's checkpoints
-
-
-# -- folders -------------------------------------------------------------------------------------
-
-
-def folder_of(options: TrainOptions) -> Path:
-    """Return the folder of a run's checkpoints; without a name the next number in `RUNS`.
-
-    Raises ConfigError if it holds those of another run, or with resume none.
-    """
-    if options.save_dir is None:
-        numbers = [int(p.name) for p in Path(RUNS).glob("*") if p.name.isdigit()]
-        saved = [n for n in numbers if has_checkpoint(Path(RUNS, str(n)))]
-        number = max(saved, default=0) if options.resume else max(numbers, default=0) + 1
-        folder = Path(RUNS, str(number))
-    else:
-        folder = Path(options.save_dir)
-    there = has_checkpoint(folder)
-    if options.resume and not there:
-        raise ConfigError(
-            f"{folder} holds no checkpoint to go on from",
-            advice="start without --resume, or name the run's folder with --save-dir",
-        )
-    if there and not options.resume:
-        raise ConfigError(
-            f"{folder} holds the checkpoints of another run",
-            advice="go on from them with --resume, or name another folder with --save-dir",
-        )
-    return folder
-
-
-def has_checkpoint(folder: Path) -> bool:
-    return any(p.name.removeprefix("step-").isdigit() for p in folder.glob("step-*"))
-
-
-def record_folder(options: TrainOptions, folder: Path) -> Path | None:
-    """Return where to record a run with checkpoints in ``folder``; None: do not record."""
-    if options.record == "none":
-        return None
-    return free_folder(Path(options.record) if options.record else folder / RECORDING)
 
 
 # -- optimizer and schedule ----------------------------------------------------------------------
@@ -109,18 +66,6 @@ def factor_of(options: TrainOptions, steps: int) -> Callable[[int], float]:
 
 
 # -- budgets -------------------------------------------------------------------------------------
-
-
-def settings_of(options: TrainOptions) -> Config:
-    """Return the given settings; hbm="all" means no budget."""
-    given = dict(options.settings)
-    if is_unlimited(options):
-        given["hbm"] = None
-    return Config.load(None, **given)
-
-
-def is_unlimited(options: TrainOptions) -> bool:
-    return options.settings.get("hbm") == "all"
 
 
 def settings_for(

@@ -24,17 +24,15 @@ from hetero.config import Config
 from hetero.device import open_device
 from hetero.errors import ConfigError
 from hetero.parallel.launch import Launch, launch
-from hetero.recipes.options import TrainOptions, installed
+from hetero.recipes.folders import folder_of, record_folder
+from hetero.recipes.options import TrainOptions, installed, settings_of
 from hetero.recipes.passes import Passes
 from hetero.recipes.record import Recording
 from hetero.recipes.result import EvalLoss, Progress, StepReport, TrainResult
 from hetero.recipes.setup import (
     factor_of,
-    folder_of,
     optimizer_of,
-    record_folder,
     settings_for,
-    settings_of,
     states_of,
 )
 from hetero.recipes.task import Task, count, demo, loss_of

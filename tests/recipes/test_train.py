@@ -20,9 +20,9 @@ from hetero.errors import BudgetError, ConfigError
 from hetero.events import What
 from hetero.recipes import record
 from hetero.recipes.gpt import GPT, GPTConfig
-from hetero.recipes.options import TrainOptions, gathered
+from hetero.recipes.options import TrainOptions, gathered, settings_of
 from hetero.recipes.result import StepReport, TrainResult
-from hetero.recipes.setup import factor_of, settings_for, settings_of
+from hetero.recipes.setup import factor_of, settings_for
 from hetero.recipes.task import load_tokens, shape
 from hetero.recipes.text import (
     Batches,
