@@ -139,20 +139,21 @@ def check_early(options: TrainOptions, dry_run: bool) -> None:
 def train_run(options: TrainOptions, stop: Callable[[], int | None], as_json: bool) -> int:
     """Train, and show it; returns the exit status."""
     from hetero.recipes import show
+    from hetero.recipes.live import watching
     from hetero.recipes.train import train as run
 
     if launch_rank():  # the first rank shows the run
         signal = run(options, stop=stop).signal
         return 0 if signal is None else 128 + signal
     console = open_console(as_json)
-    with show.watching(console) as watch:
+    with watching(console) as watcher:
 
         def tell_step(report: StepReport) -> None:
-            watch(report)
+            watcher.watch(report)
             if as_json:
                 print_json({"step": report.step, **report.figures()})
 
-        result = run(options, tell_step, stop)
+        result = run(options, tell_step, stop, watcher.announce)
     show.summary(console, result)
     show.recorded(console, result)
     if as_json:
