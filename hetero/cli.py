@@ -125,6 +125,7 @@ def train(config: str | None, dry_run: bool, as_json: bool, **given: Any) -> int
 def check_early(options: TrainOptions, dry_run: bool) -> None:
     """Refuse what can be refused before torch is imported, which takes seconds."""
     from hetero.recipes.folders import folder_of
+    from hetero.recipes.hub import check_reach
     from hetero.recipes.options import check_paths_of, settings_of
     from hetero.rehearse.named import machine
 
@@ -134,6 +135,7 @@ def check_early(options: TrainOptions, dry_run: bool) -> None:
     check_paths_of(options)
     if not launch_rank():
         folder_of(options)
+    check_reach(options.model)
 
 
 def train_run(options: TrainOptions, stop: Callable[[], int | None], as_json: bool) -> int:

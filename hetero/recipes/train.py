@@ -25,7 +25,7 @@ from hetero.device import open_device
 from hetero.errors import ConfigError
 from hetero.parallel.launch import Launch, launch
 from hetero.recipes.folders import folder_of, record_folder
-from hetero.recipes.options import TrainOptions, installed, settings_of
+from hetero.recipes.options import TrainOptions, check_paths_of, installed, settings_of
 from hetero.recipes.passes import Passes
 from hetero.recipes.record import Recording
 from hetero.recipes.result import (
@@ -129,6 +129,7 @@ def train_on(
 
 def task_of(options: TrainOptions, config: Config) -> Task:
     """Return the task that options name; ConfigError if it cannot be built."""
+    check_paths_of(options)
     if options.is_demo:
         return demo(options)
     with installed(f"--model {options.model} needs transformers", other=", or leave --model out"):
