@@ -9,7 +9,8 @@ from benchmarks.engine import Figure, Figures
 from hetero.config import Config
 from hetero.errors import BudgetError
 from hetero.rehearse.models import describe
-from hetero.rehearse.plan import machine, scene_of
+from hetero.rehearse.named import machine
+from hetero.rehearse.plan import scene_of
 from hetero.rehearse.rehearsal import Scene, rehearse
 
 MACHINE = "h200-sxm"

@@ -73,8 +73,8 @@ def settings_page() -> str:
         "Keywords of `hetero.prepare`, `hetero.plan`, `hetero.from_pretrained` and"
         " `hetero.enable`; fields of `hetero.Config`; keys of a TOML or YAML file for `config=`. On"
         " the [command line](cli.md) `nvme_bytes` is `--nvme-bytes`.",
-        "A size is a number of bytes, or text as `20GiB`, `512MiB` or `8GB` (units: B, KB, MB, GB,"
-        " TB, KiB, MiB, GiB, TiB).",
+        "A size is a number of bytes, or text in any case: `20GiB`, `20Gi` and `20G` are 20 x 2^30"
+        " bytes (K, M, G and T alone are binary, as in docker's options), `20GB` is 20 x 10^9.",
         "\n".join(["| setting | default | what it says |", "|---|---|---|", *rows]),
     )
 

@@ -7,29 +7,34 @@ Each returns its exit status.
 from __future__ import annotations
 
 import functools
-import json
 import os
-import signal
 import sys
-import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import click
 
 from hetero.config import Config, parse_bytes
-from hetero.errors import HeteroError
-from hetero.parallel.farewell import tell_error
+from hetero.parallel.started import launch_rank
+from hetero.recipes.endings import exit_status, failures, open_console, print_json, stopping
 from hetero.recipes.flags import (
     DEVICE,
     POSITIVE,
     PRECISION,
+    SIZE,
     RunCommand,
     fields_as_options,
     mesh_sizes,
     option,
     unit_options,
+)
+from hetero.recipes.guide import (
+    PLAN_EXAMPLES,
+    TRAIN_EXAMPLES,
+    TRAIN_GROUPS,
+    Commands,
+    GroupedCommand,
+    ModelName,
 )
 from hetero.version import __version__
 
@@ -41,7 +46,6 @@ if TYPE_CHECKING:
     from hetero.recipes.result import StepReport
     from hetero.rehearse.plan import Plan
 
-UNUSABLE = 2  # exit status: the request cannot be honoured as given
 DISAPPOINTED = 1  # exit status: a check is red, or a benchmark does not hold
 NOT_USED = (
     "hetero run: {} built no Accelerator and no Trainer, so hetero had nothing to do. In a loop of"
@@ -62,7 +66,9 @@ class Result(Protocol):
 Found = TypeVar("Found", bound=Result)
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.group(
+    cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100}
+)
 @click.version_option(__version__, prog_name="hetero")
 def main() -> None:
     """Virtual memory for training: any nn.Module trains inside a byte budget."""
@@ -84,7 +90,12 @@ def answers(text: str = LAST_LINE) -> Callable[[Callable[..., int]], Callable[..
     return decorate
 
 
-@main.command()
+@main.command(
+    cls=GroupedCommand,
+    groups=TRAIN_GROUPS,
+    examples=TRAIN_EXAMPLES,
+    short_help="Train a language model inside byte budgets.",
+)
 @click.option(
     "--config",
     type=click.Path(exists=True, dir_okay=False),
@@ -105,29 +116,46 @@ def train(config: str | None, dry_run: bool, as_json: bool, **given: Any) -> int
     """
     from hetero.recipes.options import command_options
 
+    options = command_options(config, said(given))
+    check_early(options, dry_run)
     with stopping() as stop:
-        options = command_options(config, said(given))
         return plan_run(options, as_json) if dry_run else train_run(options, stop, as_json)
+
+
+def check_early(options: TrainOptions, dry_run: bool) -> None:
+    """Refuse what can be refused before torch is imported, which takes seconds."""
+    from hetero.recipes.folders import folder_of
+    from hetero.recipes.hub import check_reach
+    from hetero.recipes.options import check_paths_of, settings_of
+    from hetero.rehearse.named import machine
+
+    config = settings_of(options)
+    if dry_run or config.profile is not None:
+        machine(config)
+    check_paths_of(options)
+    if not launch_rank():
+        folder_of(options)
+    check_reach(options.model)
 
 
 def train_run(options: TrainOptions, stop: Callable[[], int | None], as_json: bool) -> int:
     """Train, and show it; returns the exit status."""
-    from hetero.parallel.launch import launch_rank
     from hetero.recipes import show
+    from hetero.recipes.live import watching
     from hetero.recipes.train import train as run
 
     if launch_rank():  # the first rank shows the run
         signal = run(options, stop=stop).signal
         return 0 if signal is None else 128 + signal
     console = open_console(as_json)
-    with show.watching(console) as watch:
+    with watching(console) as watcher:
 
         def tell_step(report: StepReport) -> None:
-            watch(report)
+            watcher.watch(report)
             if as_json:
                 print_json({"step": report.step, **report.figures()})
 
-        result = run(options, tell_step, stop)
+        result = run(options, tell_step, stop, watcher.announce)
     show.summary(console, result)
     show.recorded(console, result)
     if as_json:
@@ -143,42 +171,24 @@ def plan_run(options: TrainOptions, as_json: bool) -> int:
     return 0 if tell(dry_run(options), as_json, show.planned).fits else DISAPPOINTED
 
 
-@contextmanager
-def stopping() -> Iterator[Callable[[], int | None]]:
-    """Yield a function that returns the first SIGINT or SIGTERM; a second one ends the process."""
-    asked: list[int] = []
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-
-    def ask(number: int, frame: Any) -> None:
-        asked.append(number)
-        restore()
-
-    def restore() -> None:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-    for number in before:
-        signal.signal(number, ask)
-    try:
-        yield lambda: asked[0] if asked else None
-    finally:
-        restore()
-
-
-@main.command(cls=RunCommand, context_settings={"allow_interspersed_args": False})
+@main.command(
+    cls=RunCommand,
+    context_settings={"allow_interspersed_args": False},
+    short_help="Run a script of yours under byte budgets, without an edit.",
+)
 @click.argument("script")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 @click.option("-m", "--module", is_flag=True, help="SCRIPT is the name of a module.")
 @option("--config", click.Path(), "TOML file of hetero settings.", "the one HETERO_CONFIG names")
 @option("--device", DEVICE, "Where to compute.", "as the script does")
-@option("--hbm", str, "Device budget, as 20GiB.", "all of it")
-@option("--host", str, "RAM budget, as 64GiB.", "what is free")
+@option("--hbm", SIZE, "Device budget, as 20GiB.", "all of it")
+@option("--host", SIZE, "RAM budget, as 64GiB.", "what is free")
 @click.option("--nvme", multiple=True, help="Directory for what RAM does not hold; repeatable.")
-@option("--nvme-bytes", str, "Budget of those directories, as 1TiB.", "what is free there")
-@option("--pinned", str, "RAM that CUDA may page-lock, as 512MiB.", "what it takes")
+@option("--nvme-bytes", SIZE, "Budget of those directories, as 1TiB.", "what is free there")
+@option("--pinned", SIZE, "RAM that CUDA may page-lock, as 512MiB.", "what it takes")
 @option("--precision", PRECISION, "Of working weights.", "as the model has them")
 @unit_options
-@option("--chunk-bytes", str, "Bytes of a chunk, as 4MiB.", "chosen")
+@option("--chunk-bytes", SIZE, "Bytes of a chunk, as 4MiB.", "chosen")
 @answers()
 def run(script: str, args: tuple[str, ...], module: bool, as_json: bool, **given: Any) -> int:
     """Run SCRIPT with its ARGS as python would; what it trains, trains under byte budgets.
@@ -204,30 +214,11 @@ def run(script: str, args: tuple[str, ...], module: bool, as_json: bool, **given
     return status
 
 
-def exit_status(call: Callable[[], None]) -> int:
-    """Run a user's program; return the interpreter's exit status for it, and print an error."""
-    try:
-        call()
-    except SystemExit as error:
-        if error.code is None or isinstance(error.code, int):
-            return error.code or 0
-        click.echo(error.code, err=True)
-    except KeyboardInterrupt as error:
-        tell_error(error)
-        return 128 + signal.SIGINT
-    except Exception as error:  # the user's program: as the interpreter ends it
-        tell_error(error)
-        traceback.print_exc()
-    else:
-        return 0
-    return 1
-
-
-@main.command()
+@main.command(cls=GroupedCommand, short_help="Measure this machine for plans.")
 @click.option("--quick/--full", default=True, help="Under a minute, or minutes.  [default: quick]")
 @option("--output", click.Path(dir_okay=False), "File to write.", "profiles/<host>.toml")
 @option("--nvme", click.Path(file_okay=False), "Directory on the drive to measure.", "this one")
-@option("--nvme-burnin", str, "Write so much, as 400GB, to find where the drive slows down.", "no")
+@option("--nvme-burnin", SIZE, "Write so much, as 400GB, to find where the drive slows down.", "no")
 @option("--device", DEVICE, "What to measure.", "cuda when there is one, else cpu")
 @click.option("--lint", "linting", is_flag=True, help="Check profiles in FILES, measure nothing.")
 @click.argument("files", nargs=-1, type=click.Path())
@@ -248,7 +239,6 @@ def calibrate(
 
 def measure_machine(quick: bool, given: dict[str, Any], as_json: bool) -> bool:
     """Calibrate, show the figures; returns whether the linter finds something in them."""
-    from hetero.parallel.launch import launch_rank
     from hetero.recipes import show
     from hetero.recipes.calibrate import calibrate as run
 
@@ -294,7 +284,7 @@ def lint_files(files: tuple[str, ...], as_json: bool) -> bool:
     return any(found.values())
 
 
-@main.command()
+@main.command(short_help="Report what a run did with memory and time.")
 @click.argument("run", type=click.Path())
 @click.option("-o", "--output", type=click.Path(dir_okay=False), help="Write the report as HTML.")
 @click.option("--png", type=click.Path(dir_okay=False), help="Write its pictures as PNG.")
@@ -306,17 +296,20 @@ def lint_files(files: tuple[str, ...], as_json: bool) -> bool:
 )
 @answers()
 def report(run: str, claims: tuple[str, ...], as_json: bool, **files: str | None) -> int:
-    """Report what a recorded RUN did with memory and time; RUN is its directory, or one with the
-    run of each rank inside.
+    """Report what a recorded RUN did with memory and time.
+
+    RUN is its directory, that of a run's checkpoints, as runs/1, or one with the run of each rank
+    inside.
 
     The exit status is 1 when a claim does not hold.
     """
+    from hetero.recipes.folders import recorded_in
     from hetero.report import terminal
     from hetero.report.claims import judge
     from hetero.report.make import examined
     from hetero.report.measure import figures
 
-    made = examined(run)
+    made = examined(recorded_in(run))
     found = made.as_json()
     verdicts = judge(claims, figures(found))
     written = made.write_files(**files)
@@ -330,14 +323,18 @@ def report(run: str, claims: tuple[str, ...], as_json: bool, **files: str | None
     return 0 if all(verdict.holds for verdict in verdicts) else DISAPPOINTED
 
 
-@main.command()
-@click.argument("model")
+@main.command(
+    cls=GroupedCommand,
+    examples=PLAN_EXAMPLES,
+    short_help="Say whether a model fits, and how fast it trains.",
+)
+@click.argument("model", type=ModelName())
 @option("--profile", str, "Hardware profile: a file, or a name as rtx4090; needed.")
-@option("--gpu-memory", "--hbm", str, "Device budget, as 24GiB.", "all of it")
-@option("--host", str, "RAM budget, as 64GiB.", "what the profile's machine has")
+@option("--gpu-memory", "--hbm", SIZE, "Device budget, as 24GiB.", "all of it")
+@option("--host", SIZE, "RAM budget, as 64GiB.", "what the profile's machine has")
 @option("--nvme", str, "Directory for what RAM does not hold.", "no disk")
-@option("--nvme-bytes", str, "Budget of that directory, as 1TiB.", "no limit")
-@option("--pinned", str, "RAM that CUDA may page-lock, as 512MiB.", "what it takes")
+@option("--nvme-bytes", SIZE, "Budget of that directory, as 1TiB.", "no limit")
+@option("--pinned", SIZE, "RAM that CUDA may page-lock, as 512MiB.", "what it takes")
 @option("--batch", POSITIVE, "Samples of a step.", "1")
 @option("--sequence", POSITIVE, "Positions of a sample.", "1024")
 @option("--ranks", POSITIVE, "Ranks that share the model; plans one.", "1")
@@ -357,18 +354,17 @@ def plan(model: str, as_json: bool, no_estimates: bool, output: str | None, **gi
     a module here, as mymodels:small, which returns model and batch (then --batch and --sequence say
     nothing). The exit status is 1 when it does not fit, 2 when that cannot be planned.
     """
-    from hetero.recipes import show
-
     found = planned(model, not no_estimates, given)
     if output is not None:
         found.write(output)
+    from hetero.recipes import show
+
     return 0 if tell(found, as_json, show.planned).fits else DISAPPOINTED
 
 
 def planned(model: str, estimates: bool, given: dict[str, Any]) -> Plan:
-    from hetero.rehearse.plan import plan as make
+    from hetero.rehearse.named import config_of, is_factory, machine
 
-    sys.path.insert(0, "")  # a console script does not search the working directory by itself
     given = {key: value for key, value in given.items() if value not in (None, False)}
     samples, positions = given.pop("batch", 1), given.pop("sequence", POSITIONS)
     ranks = given.pop("ranks", 1)
@@ -378,10 +374,17 @@ def planned(model: str, estimates: bool, given: dict[str, Any]) -> Plan:
         given["mesh"] = {"dp_shard": ranks}
     if "gpu_memory" in given:
         given["hbm"] = given.pop("gpu_memory")
+    machine(Config.load(None, **given))  # before torch is imported, which takes seconds
+    if not is_factory(model):
+        config_of(model)
+
+    from hetero.rehearse.plan import plan as make
+
+    sys.path.insert(0, "")  # a console script does not search the working directory by itself
     return make(model, (samples, positions), estimates=estimates, **given)
 
 
-@main.command()
+@main.command(short_help="Check this machine, and say how to fix it.")
 @answers()
 def doctor(as_json: bool) -> int:
     """Check this machine, and say how to fix what slows hetero down."""
@@ -391,7 +394,7 @@ def doctor(as_json: bool) -> int:
     return 0 if tell(examine(), as_json, show.examination).healthy else DISAPPOINTED
 
 
-@main.command()
+@main.command(short_help="Check every byte of checkpoints.")
 @click.argument("directory", type=click.Path())
 @answers()
 def verify(directory: str, as_json: bool) -> int:
@@ -405,7 +408,7 @@ def verify(directory: str, as_json: bool) -> int:
     return 0 if tell(examine(directory), as_json, show.verification).ok else DISAPPOINTED
 
 
-@main.command()
+@main.command(short_help="Run a benchmark, from a clone.")
 @click.argument("name", required=False)
 @click.option("--list", "listing", is_flag=True, help="List the benchmarks.")
 @click.option("--all", "every", is_flag=True, help="Run all of them.")
@@ -451,31 +454,3 @@ def tell(found: Found, as_json: bool, show: Callable[[Console, Found], None]) ->
     else:
         show(open_console(), found)
     return found
-
-
-@contextmanager
-def failures(as_json: bool) -> Iterator[None]:
-    """Turn a typed failure into a short message with its advice, and exit status 2."""
-    try:
-        yield
-    except HeteroError as error:
-        from hetero.parallel.launch import launch_rank
-        from hetero.recipes import show
-
-        show.failure(open_console(to_stderr=True), error)
-        if as_json and not launch_rank():
-            kind = type(error).__name__
-            print_json({"error": kind, "message": error.args[0], "advice": error.advice})
-        sys.exit(UNUSABLE)
-
-
-def open_console(to_stderr: bool = False) -> Console:
-    """Return the console for people: standard error if standard output is for JSON."""
-    from rich.console import Console
-
-    return Console(stderr=to_stderr)
-
-
-def print_json(data: Any) -> None:
-    """Print one JSON object on one line of standard output."""
-    click.echo(json.dumps(data))

@@ -19,18 +19,16 @@ from hetero.errors import ConfigError
 from hetero.parse import Unparsable, read_text, toml_of, yaml_of
 from hetero.types import format_bytes
 
-UNITS = {
-    "B": 1,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "TB": 10**12,
-    "KiB": 2**10,
-    "MiB": 2**20,
-    "GiB": 2**30,
-    "TiB": 2**40,
+PREFIXES = "KMGT"
+UNITS = {  # in any case: 20GiB, 20Gi and 20G are binary, as in docker's and ulimit's; 20GB is not
+    **dict.fromkeys(("", "b", "byte", "bytes"), 1),
+    **{f"{p}b".lower(): 1000**power for power, p in enumerate(PREFIXES, 1)},
+    **{
+        f"{p}{tail}".lower(): 1024**n for n, p in enumerate(PREFIXES, 1) for tail in ("", "i", "ib")
+    },
 }
-SIZE = re.compile(r"(\d{1,40}(?:\.\d{1,40})?) ?(" + "|".join(UNITS) + ")")
+SIZE = re.compile(r"(\d{1,40}(?:\.\d{1,40})?(?:e\d{1,2})?) ?([a-z]*)", re.IGNORECASE | re.ASCII)
+SIZE_FORMS = "text as '20GiB' or '20G' (2^30 each), '20GB' (10^9 each), or a number of bytes"
 MOST_BYTES = 2**62  # of anything
 DEVICES = ("cuda", "cpu", "cpu:sim")
 PRECISIONS = ("fp32", "bf16", "fp16")
@@ -41,19 +39,21 @@ Check = Callable[[str, Any], Any]
 
 
 def parse_bytes(value: object, key: str = "size") -> int:
-    """Return a byte count from an int or a string such as ``"20GiB"`` or ``"1.5GB"``.
+    """Return a byte count from an int or from text, in any case: see `SIZE_FORMS`.
 
     Raises ConfigError for anything else, zero, negative numbers and more than any machine has.
     """
-    forms = "a positive int (bytes) or a string such as '20GiB', '512MiB' or '8GB'"
     match = SIZE.fullmatch(value) if isinstance(value, str) else None
-    n_bytes = int(Fraction(match[1]) * UNITS[match[2]]) if match else 0
+    unit = UNITS.get(match[2].lower()) if match else None
+    n_bytes = int(Fraction(match[1]) * unit) if match and unit else 0
     if isinstance(value, int) and not isinstance(value, bool):
         n_bytes = value
     if 0 < n_bytes <= MOST_BYTES:
         return n_bytes
-    understood = f"; understood {n_bytes} bytes" if match else "; no bytes understood"
-    raise ConfigError(f"{key}={value!r} is not a size{understood}", advice=f"{key} takes {forms}")
+    understood = f"understood {n_bytes} bytes" if match and unit else "no bytes understood"
+    raise ConfigError(
+        f"{key}={value!r} is not a size; {understood}", advice=f"a size is {SIZE_FORMS}"
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,19 +183,29 @@ def checked(given: Mapping[str, Any], known: Iterable[str]) -> dict[str, Any]:
     """Return clean settings, or raise one ConfigError with all problems."""
     known = list(known)
     problems: list[str] = []
+    advices: list[str] = []
     clean: dict[str, Any] = {}
     for key, value in given.items():
-        if key not in known:
-            problems.append(unknown_key(str(key), known))
-            continue
         try:
-            clean[key] = CHECKS[key](key, value)
+            clean[key] = checked_one(key, value, known)
         except ConfigError as error:
-            problems.append(str(error))
-    problems.extend(contradictions(clean))
+            problems.append(error.args[0])
+            advices.append(error.advice)
+    for problem in contradictions(clean):
+        problems.append(problem)
+        advices.append("leave one of the two out")
     if problems:
-        raise ConfigError("; ".join(problems), advice=f"known settings: {', '.join(known)}")
+        raise ConfigError("; ".join(problems), advice="; ".join(dict.fromkeys(advices)))
     return clean
+
+
+def checked_one(key: str, value: Any, known: list[str]) -> Any:
+    """Return the clean value of a setting; ConfigError for a wrong one, or an unknown name."""
+    if key not in known:
+        raise ConfigError(
+            unknown_key(str(key), known), advice=f"known settings: {', '.join(known)}"
+        )
+    return CHECKS[key](key, value)
 
 
 def contradictions(given: Mapping[str, Any]) -> Iterator[str]:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -19,8 +22,11 @@ from click.testing import CliRunner, Result
 from hetero.cli import main
 from hetero.config import HostLimit
 from hetero.device import CpuDevice, Slab
+from hetero.plan.presets import PRESETS
 from hetero.recipes import doctor
 from hetero.recipes.doctor import Check, Examination, Level
+from hetero.recipes.folders import recorded_in
+from hetero.recipes.guide import ORDER, TRAIN_EXAMPLES, TRAIN_GROUPS
 from hetero.recipes.options import DEMO_MINUTES, TrainOptions, command_options
 from hetero.recipes.record import MOST_STEPS
 
@@ -64,6 +70,98 @@ def test_every_command_has_help_and_json(command: str) -> None:
 
     assert result.exit_code == 0
     assert "--json" in result.stdout
+
+
+EARLY = (  # what is wrong is told before torch is imported
+    "train --lr 0",
+    "train --hbm 20Q",
+    "train --data /nowhere/at/all",
+    "train --model ./nowhere",
+    "train --resume",
+    "train --dry-run",
+    "train --profile rtx409",
+    "run --hbm 20Q {script}",
+    "plan",
+    "plan llama-3-8b",
+    "plan lama-3-8b --profile rtx4090",
+    "plan llama-3-8b --profile rtx4090 --host many",
+    "report nowhere",
+    "verify nowhere",
+)
+
+
+def test_what_is_wrong_with_options_is_told_before_torch_is_imported(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("")
+    code = (
+        "import sys\n"
+        "from click.testing import CliRunner\n"
+        "from hetero.cli import main\n"
+        f"for line in {[line.format(script=script) for line in EARLY]!r}:\n"
+        "    done = CliRunner().invoke(main, line.split())\n"
+        "    print(line, done.exit_code, 'torch' in sys.modules, 'numpy' in sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+
+    assert done.stdout.splitlines() == [
+        f"{line.format(script=script)} 2 False False" for line in EARLY
+    ]
+
+
+def test_help_lists_commands_in_the_order_of_use_and_says_all_of_each() -> None:
+    said = call("--help").stdout.partition("Commands:\n")[2].splitlines()
+
+    assert [line.split()[0] for line in said] == [*ORDER]
+    assert all(line.endswith(".") and "..." not in line and len(line) <= 80 for line in said)
+
+
+def test_help_of_train_has_every_option_in_a_group_and_examples_that_parse() -> None:
+    command = main.commands["train"]
+    said = call("train --help").stdout
+    grouped = [name for names in TRAIN_GROUPS.values() for name in names]
+
+    assert sorted(grouped) == sorted(
+        param.name or "" for param in command.params if param.name != "as_json"
+    )
+    titles = [line for line in said.splitlines() if line[:1].isalpha() and line.endswith(":")]
+    assert titles == [*(f"{title}:" for title in TRAIN_GROUPS), "Others:", "Examples:"]
+    for line in TRAIN_EXAMPLES:
+        assert f"  {line}\n" in said
+        words = shlex.split(line, comments=True)
+        assert words[:2] == ["hetero", "train"]
+        command.make_context("train", words[2:], resilient_parsing=True)
+
+
+@pytest.mark.parametrize("command", ["train", "run", "plan", "calibrate"])
+def test_help_says_what_a_size_is(command: str) -> None:
+    said = " ".join(call([command, "--help"]).stdout.split())
+
+    assert "20G for short (2^30 bytes each), 20GB (10^9 each), or a number of bytes" in said
+    assert "SIZE" in said
+
+
+def test_a_plan_of_nothing_lists_the_published_names() -> None:
+    result = call("plan --profile rtx4090")
+
+    assert result.exit_code == 2
+    assert all(name in result.stderr for name in PRESETS)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("train --hbm 20Q --lr 1", "ConfigError: --hbm 20Q is not a size"),
+        ("train --lr 0 --steps 0", "--lr 0.0 has to be above 0; --steps 0 has to be above 0"),
+        ("train --dry-run", "as --profile rtx4090"),
+        ("plan llama-3-8b --profile rtx409", "--profile rtx409 is no file"),
+    ],
+)
+def test_errors_of_commands_name_flags_and_give_one_advice(line: str, said: str) -> None:
+    found = " ".join(call(line).stderr.split())
+
+    assert said in found
+    assert found.count("Advice:") == 1
+    assert not re.search(r"\b\w+=", found)
 
 
 def test_help_states_the_defaults_that_the_recipe_has() -> None:
@@ -118,6 +216,19 @@ def test_train_writes_a_report_and_says_what_shows_it() -> None:
     assert Path("runs/1/run/report.html").exists()
     command = second.removeprefix("in this terminal: hetero ")
     assert "6 steps" in call(command).stdout
+    assert call("report runs/1").stdout == call(command).stdout  # finds its run
+
+
+def test_a_report_on_a_folder_of_checkpoints_is_of_its_newest_recording() -> None:
+    for name in ("run", "run-2"):
+        Path("runs/1", name).mkdir(parents=True)
+        Path("runs/1", name, "meta.json").write_text("{}")
+    os.utime("runs/1/run-2/meta.json", ns=(0, 2**60))
+    os.utime("runs/1/run/meta.json", ns=(0, 2**50))
+
+    assert recorded_in("runs/1") == Path("runs/1/run-2")
+    assert recorded_in("runs/1/run") == Path("runs/1/run")
+    assert recorded_in("runs/2") == Path("runs/2")
 
 
 def test_train_records_where_it_is_told_to_or_not_at_all() -> None:
@@ -179,7 +290,7 @@ def test_a_signal_ends_a_run_behind_its_step_and_resume_goes_on_bit_for_bit(
     command = [sys.executable, "-c", "from hetero.cli import main; main()", *line.split()]
     run = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert run.stdout is not None
-    assert "step 1/24" in run.stdout.readline()  # the loop is under way
+    assert any("step 1/24" in line for line in iter(run.stdout.readline, ""))  # it is under way
 
     run.send_signal(getattr(signal, name))
     said, _ = run.communicate(timeout=60)
@@ -226,7 +337,7 @@ def test_a_failure_is_told_in_json_too() -> None:
     data = last_json(result)
     assert result.exit_code == 2
     assert data["error"] == "OutOfMemory"
-    assert "raise hbm=" in data["advice"]
+    assert "raise --hbm to " in data["advice"]
 
 
 @pytest.mark.parametrize("given", ["--steps x", "--device tpu", "--config nowhere.toml"])

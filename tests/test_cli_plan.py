@@ -150,7 +150,7 @@ def test_a_failure_is_told_in_json_too() -> None:
     data = last_json(call("thesemodels:small --json"))
 
     assert data["error"] == "ConfigError"
-    assert "profile=" in data["advice"]
+    assert "--profile rtx4090" in data["advice"]
 
 
 def test_the_console_script_finds_modules_in_the_working_directory(tmp_path: Path) -> None:

@@ -45,17 +45,25 @@ UNLIMITED_V1 = 2**63 - 4096
         ("0.5KiB", 512),
         ("2TB", 2 * 10**12),
         ("1TiB", 2**40),
+        ("155453444", 155_453_444),
+        ("155453444 bytes", 155_453_444),
+        ("1e9", 10**9),
+        ("1.5e3MB", 1_500_000_000),
+        *((f"20{unit}", 20 * 2**30) for unit in ("G", "g", " Gi", "gib", "GIB", " GiB")),
+        *((f"20{unit}", 20 * 10**9) for unit in ("GB", "gb", " Gb")),
+        *((f"2{unit}", 2 * 1024**n) for n, unit in enumerate("kmgt", 1)),
     ],
 )
-def test_a_size_is_an_int_or_a_number_with_a_unit(given: object, n_bytes: int) -> None:
+def test_a_size_is_a_number_with_or_without_a_unit(given: object, n_bytes: int) -> None:
     assert parse_bytes(given) == n_bytes
 
 
 @pytest.mark.parametrize(
     "given",
     [
-        *("8gb ", "8 GiBB", "8gib", "8  GiB", " 8GiB", "-8GiB", "+8GiB", "8", "", "GiB", "1e3GiB"),
-        *("nan", "inf", "infGiB", ".5GiB", "1_000B", "0B", "0.4B", "1,5GiB", "8GiB\n"),
+        *("8gb ", "8 GiBB", "8gig", "8  GiB", " 8GiB", "-8GiB", "+8GiB", "", "GiB", "8ib", "e9"),
+        *("nan", "inf", "infGiB", ".5GiB", "1_000B", "0", "0.4", "0B", "0.4B", "1,5GiB", "8GiB\n"),
+        *("8K\u0130B", "\u0668GiB", "8\u212a", "1e999", "9e99", "1e-3GB"),
         *(2**63, 10**400, "9" * 400 + "B", "9" * 5000 + "B"),  # figures of no machine
         *(0, -1, True, False, 1.5, float("nan"), float("inf"), None, b"8GiB", [8], (8, "GiB")),
     ],
@@ -66,7 +74,7 @@ def test_anything_else_is_not_a_size(given: object) -> None:
         parse_bytes(given, "hbm")
 
     assert "hbm" in str(caught.value)
-    assert "'20GiB'" in caught.value.advice
+    assert "'20G' (2^30 each), '20GB' (10^9 each), or a number of bytes" in caught.value.advice
 
 
 @pytest.mark.parametrize("digits", ["9007199254740993", "9" * 18], ids=len)

@@ -15,8 +15,8 @@ from hetero.device import use_accelerator
 from hetero.errors import DivergenceError
 from hetero.parallel.farewell import tell_error
 from hetero.parallel.gloo import Meetings
-from hetero.parallel.mesh import launched
 from hetero.parallel.news import News
+from hetero.parallel.started import launched
 from hetero.parallel.waits import POLL_SECONDS, Waits
 
 PAUSES_SECONDS = (*POLL_SECONDS, 0.05)
@@ -76,11 +76,6 @@ def told(error: Exception, rank: int) -> Exception:
     if found.args and isinstance(found.args[0], str):
         found.args = (f"rank {rank}: {found.args[0]}", *found.args[1:])
     return found
-
-
-def launch_rank() -> int:
-    """Return this process's number among those that were started together; 0 without a launcher."""
-    return int(os.environ["RANK"]) if launched() > 1 else 0
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,6 +13,7 @@ from hetero.device.comm import ALONE_COMM, Alone, Comm
 from hetero.errors import ConfigError
 from hetero.internals import is_traceable_wrapper_subclass
 from hetero.parallel.gloo import Gloo, Talks, local_ranks
+from hetero.parallel.started import launched
 from hetero.train.model.parts import Parts, PlainTensors
 
 STAGES, REPLICATE, SHARD, TENSOR = "pp", "dp_replicate", "dp_shard", "tp"
@@ -178,12 +178,6 @@ def shares_of(
             " which averages",
         )
     return 1, 1
-
-
-def launched() -> int:
-    """Return the ranks that torchrun, or a launcher like it, has started; 1 without one."""
-    given = os.environ.get("WORLD_SIZE", "") if "RANK" in os.environ else ""
-    return int(given) if given.isdecimal() else 1
 
 
 def sizes_of(mesh: Any, world: int) -> dict[str, int]:

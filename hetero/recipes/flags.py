@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -10,8 +12,11 @@ import click
 
 from hetero.config import ACTIVATIONS, DEVICES, FROZEN, PRECISIONS, Config
 from hetero.errors import ConfigError
+from hetero.recipes.guide import GroupedCommand, SizeType
 from hetero.recipes.options import SETTINGS, FieldForm, TrainOptions, documented, forms
 
+SPOKEN = (*forms(Config), *forms(TrainOptions))  # names that errors may use
+SIZE = SizeType()
 POSITIVE = click.IntRange(min=1)
 DEVICE = click.Choice(DEVICES)
 PRECISION = click.Choice(PRECISIONS)
@@ -20,7 +25,7 @@ KINDS = {  # of options whose field has too general a type
     "precision": PRECISION,
     "activations": click.Choice(ACTIVATIONS),
     "frozen": click.Choice(FROZEN),
-    **dict.fromkeys(("hbm", "host", "nvme_bytes", "chunk_bytes", "pinned"), str),  # as 20GiB
+    **dict.fromkeys(("hbm", "host", "nvme_bytes", "chunk_bytes", "pinned"), SIZE),
 }
 
 
@@ -62,7 +67,7 @@ def field_option(field: dataclasses.Field[Any], form: FieldForm, text: str) -> C
     return click.option(flag, type=KINDS.get(field.name, own), default=None, help=text)
 
 
-class RunCommand(click.Command):
+class RunCommand(GroupedCommand):
     """Options of hetero precede SCRIPT; those of `AFTER` may also follow it directly."""
 
     AFTER = (
@@ -105,6 +110,34 @@ def taken(args: list[str], values: Mapping[str, bool]) -> int:
             break
         count += 1 if equals or not values[name] else 2
     return min(count, len(args))
+
+
+SETTING = re.compile(
+    r"""(?<![\w.-])(\w+)=(?:(['"])([^'"\s]*)\2|(\d[\w.]*|True|False|None)(?!\w))?"""
+)
+"""A setting in a sentence, as hbm=, hbm='20GiB' or lr=0.1."""
+
+
+def as_flags(text: str, command: click.Command) -> str:
+    """Return a text whose settings of Python, as hbm='20GiB', are options of a command."""
+    known = {name: flag for name, flag in flags_of(command) if name in SPOKEN}
+
+    def flag(match: re.Match[str]) -> str:
+        if match[1] not in known:
+            return match[0]
+        value = match[3] if match[2] else match[4]
+        if value in (None, "True"):
+            return known[match[1]]
+        return f"{known[match[1]]} {shlex.quote(value)}"
+
+    return SETTING.sub(flag, text)
+
+
+def flags_of(command: click.Command) -> Iterator[tuple[str, str]]:
+    """Yield each option by the name that it has in Python."""
+    for param in command.params:
+        flags = param.opts if isinstance(param, click.Option) else []
+        yield from ((flag.lstrip("-").replace("-", "_"), flag) for flag in flags)
 
 
 def mesh_sizes(given: str) -> dict[str, int]:

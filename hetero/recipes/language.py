@@ -22,6 +22,7 @@ from hetero.config import Config
 from hetero.errors import ConfigError
 from hetero.export import export, trained_values
 from hetero.integrations.pretrained import from_pretrained
+from hetero.recipes.hub import check_reach
 from hetero.recipes.options import TrainOptions, installed
 from hetero.recipes.sequences import Shuffled, Tokens, answered, packed, together
 from hetero.recipes.task import Task
@@ -43,10 +44,7 @@ CALL = {"use_cache": False}  # training looks at every position once
 
 def language_task(options: TrainOptions, config: Config) -> Task:
     """Return a causal language model with its data; ConfigError if one cannot be used."""
-    if options.model.startswith((".", "/", "~")) and not Path(options.model).is_dir():
-        raise ConfigError(
-            f"--model {options.model} is no directory", advice="name one, a preset or a Hub name"
-        )
+    check_reach(options.model)
     try:
         tokenizer = tokenizer_of(options)
         model = model_of(options, config, len(tokenizer))

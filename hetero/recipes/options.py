@@ -146,6 +146,44 @@ def command_options(file: str | None, given: Mapping[str, Any]) -> TrainOptions:
     return options
 
 
+def settings_of(options: TrainOptions) -> Config:
+    """Return the given settings; hbm="all" means no budget."""
+    given = dict(options.settings)
+    if is_unlimited(options):
+        given["hbm"] = None
+    return Config.load(None, **given)
+
+
+def is_unlimited(options: TrainOptions) -> bool:
+    return options.settings.get("hbm") == "all"
+
+
+def check_paths_of(options: TrainOptions) -> None:
+    """Refuse data that is not there, and directories that are written as such and are none."""
+    missing = [path for path in (*options.data, *options.eval_data) if not Path(path).exists()]
+    if missing:
+        raise ConfigError(
+            f"data: no such file or directory: {missing[0]}",
+            advice="--data takes files and directories",
+        )
+    for given in (options.data, options.eval_data):
+        if given and not any(map(has_bytes, given)):
+            raise ConfigError(
+                f"data: there is no text in {', '.join(map(str, given))}",
+                advice="name files with text in them, or directories of such files",
+            )
+    if options.model.startswith((".", "/", "~")) and not Path(options.model).is_dir():
+        raise ConfigError(
+            f"--model {options.model} is no directory", advice="name one, a preset or a Hub name"
+        )
+
+
+def has_bytes(path: str) -> bool:
+    """Whether a file, or one below a directory, is not empty."""
+    inside = [Path(path), *Path(path).rglob("*")]
+    return any(each.is_file() and each.stat().st_size > 0 for each in inside)
+
+
 def tidy(form: FieldForm, value: Any) -> Any:
     """Return a value in its form: a list of one in place of one, a float of an int."""
     if form.is_list:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -12,7 +11,6 @@ from torch import nn
 from hetero.report.examine import PAGE
 from hetero.report.make import report
 from hetero.report.profile import profile
-from hetero.report.run import META
 
 MOST_STEPS = 32  # enough to see the steady state; a long run is not recorded for ever
 
@@ -69,9 +67,3 @@ class Recording:
             yield
         except Exception as error:
             self.problem = self.problem or f"{type(error).__name__}: {error}".replace("\n", " ")
-
-
-def free_folder(path: Path) -> Path:
-    """Return a directory without a recorded run: ``path``, or one with a number appended."""
-    others = (path.with_name(f"{path.name}-{number}") for number in itertools.count(2))
-    return next(p for p in itertools.chain([path], others) if not (p / META).exists())

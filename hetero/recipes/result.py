@@ -24,6 +24,47 @@ class EvalLoss(NamedTuple):
         return math.exp(self.loss) if self.loss < 700 else math.inf
 
 
+class Budget(NamedTuple):
+    """How many bytes of a tier a run may take, and why so many."""
+
+    tier: str
+    n_bytes: int | None
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunStart:
+    """What is known of a run before its first step."""
+
+    model: str
+    parameters: int
+    state_bytes: int
+    device: str
+    mode: str
+    budgets: tuple[Budget, ...]
+    folder: str
+    """Of checkpoints."""
+    steps: int
+    resumed: int
+    """Steps made before this process."""
+    ended_steps: int | None
+    """Steps of the run that is resumed, where it had ended; None: it had not, or is new."""
+    minutes: float | None
+    disks: tuple[str, ...]
+    """Directories of homes on disk."""
+    step_write_bytes: int | None
+    """To them, in a step; None: unknown."""
+    save_every: int
+    """Steps between checkpoints."""
+    keep: int
+    """Checkpoints that stay."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no step is left."""
+        return self.resumed >= self.steps
+
+
 class StepReport(NamedTuple):
     """The report on one step, passed to the caller's callback."""
 

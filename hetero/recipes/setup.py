@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -14,12 +14,10 @@ from torch import nn
 from hetero import optim
 from hetero.config import Config
 from hetero.device import open_device
-from hetero.errors import BudgetError, ConfigError
 from hetero.io import make_folder
-from hetero.recipes.options import TrainOptions
-from hetero.recipes.record import free_folder
-from hetero.train.engine.blueprint import draw
-from hetero.train.engine.spill import draw_spill
+from hetero.recipes.folders import RUNS
+from hetero.recipes.options import TrainOptions, is_unlimited
+from hetero.rehearse.plan import plan
 
 WARM_UP = 0.1  # of the steps
 FLOOR = 0.1  # of the peak learning rate, where the cosine ends
@@ -35,48 +33,10 @@ OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 STATES_PER_BUDGET = 4  # the demo's hbm is this part of parameters, gradients and the two moments
 STATES_PER_HOST = 2  # and its host is this part; the disk has the rest
-RUNS = "runs"  # folder in the working directory, for checkpoints and the demo's homes on disk
-RECORDING = "run"  # folder for the recording, among a run's checkpoints
-
-
-# -- folders -------------------------------------------------------------------------------------
-
-
-def folder_of(options: TrainOptions) -> Path:
-    """Return the folder of a run's checkpoints; without a name the next number in `RUNS`.
-
-    Raises ConfigError if it holds those of another run, or with resume none.
-    """
-    if options.save_dir is None:
-        numbers = [int(p.name) for p in Path(RUNS).glob("*") if p.name.isdigit()]
-        saved = [n for n in numbers if has_checkpoint(Path(RUNS, str(n)))]
-        number = max(saved, default=0) if options.resume else max(numbers, default=0) + 1
-        folder = Path(RUNS, str(number))
-    else:
-        folder = Path(options.save_dir)
-    there = has_checkpoint(folder)
-    if options.resume and not there:
-        raise ConfigError(
-            f"{folder} holds no checkpoint to go on from",
-            advice="start without --resume, or name the run's folder with --save-dir",
-        )
-    if there and not options.resume:
-        raise ConfigError(
-            f"{folder} holds the checkpoints of another run",
-            advice="go on from them with --resume, or name another folder with --save-dir",
-        )
-    return folder
-
-
-def has_checkpoint(folder: Path) -> bool:
-    return any(p.name.removeprefix("step-").isdigit() for p in folder.glob("step-*"))
-
-
-def record_folder(options: TrainOptions, folder: Path) -> Path | None:
-    """Return where to record a run with checkpoints in ``folder``; None: do not record."""
-    if options.record == "none":
-        return None
-    return free_folder(Path(options.record) if options.record else folder / RECORDING)
+QUARTER, HALF = "a quarter of the states", "half of the states"
+NEEDED = "what a rehearsal of this batch needs"
+SPARE = 1 / 32  # of a rehearsed need, which knows no kernel's workspace
+ANY_CPU, ANY_GPU = "laptop-4c-avx2-ddr4", "rtx4090"  # profiles: bytes are those of any machine
 
 
 # -- optimizer and schedule ----------------------------------------------------------------------
@@ -111,53 +71,71 @@ def factor_of(options: TrainOptions, steps: int) -> Callable[[int], float]:
 # -- budgets -------------------------------------------------------------------------------------
 
 
-def settings_of(options: TrainOptions) -> Config:
-    """Return the given settings; hbm="all" means no budget."""
-    given = dict(options.settings)
-    if is_unlimited(options):
-        given["hbm"] = None
-    return Config.load(None, **given)
+class Settled(NamedTuple):
+    """The settings of a run, and what is known of its budgets before it begins."""
 
-
-def is_unlimited(options: TrainOptions) -> bool:
-    return options.settings.get("hbm") == "all"
+    config: Config
+    why: Mapping[str, str] = MappingProxyType({})
+    """By the name of a budget that nobody gave."""
+    step_write_bytes: int | None = None
+    """To disk in a step, as rehearsed; None: unknown."""
 
 
 def settings_for(
     model: nn.Module, optimizer: torch.optim.Optimizer, config: Config, options: TrainOptions
-) -> Config:
+) -> Settled:
     """Return the settings of a run.
 
     The demo's defaults show every tier: HBM for a quarter of the states, RAM for half, a disk for
-    the rest (several ranks use no disk); without CUDA the device is simulated.
+    the rest (several ranks use no disk), and more where a rehearsal of this batch needs more;
+    without CUDA the device is simulated.
     """
     if not options.is_demo:
-        return config
+        return Settled(config)
     if config.device is None:
         found = open_device(None)
         config = dataclasses.replace(config, device="cpu:sim" if found.name == "cpu" else found)
     if is_unlimited(options):
-        return config
+        return Settled(config)
+    given = config
     if config.hbm is None:
         config = dataclasses.replace(config, hbm=states_of(model) // STATES_PER_BUDGET)
     if config.mesh is not None:  # ranks keep no homes on disk
-        return config
+        return Settled(config, {"hbm": QUARTER})
     if config.host is None:
-        config = dataclasses.replace(config, host=host_of(model, optimizer, config))
+        config = dataclasses.replace(config, host=states_of(model) // STATES_PER_HOST)
     if not config.nvme:
         make_folder(RUNS, mode=0o777).close()
         config = dataclasses.replace(config, nvme=(RUNS,))
-    return config
+    return rehearsed(model, optimizer, given, config, options)
 
 
-def host_of(model: nn.Module, optimizer: torch.optim.Optimizer, config: Config) -> int:
-    """Return the default RAM budget: half the states, so that the rest is on disk."""
-    half = states_of(model) // STATES_PER_HOST
-    try:
-        draw_spill(draw(model, optimizer, config, open_device(config.device)), half, None)
-    except BudgetError as error:  # a model too small for its own largest update
-        return error.needed_bytes
-    return half
+def rehearsed(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    given: Config,
+    config: Config,
+    options: TrainOptions,
+) -> Settled:
+    """Return settings whose default budgets hold this batch, as a rehearsal of its steps says."""
+    simulated = config.device in ("cpu", "cpu:sim")
+    tried = dataclasses.replace(
+        config,
+        device=config.device if simulated else "cuda",
+        profile=config.profile or (ANY_CPU if simulated else ANY_GPU),
+    )
+    tokens = torch.zeros(options.batch, options.seq, dtype=torch.long)
+    batch = {"tokens": tokens, "targets": tokens}
+    found = plan(model, batch, optimizer=optimizer, config=tried, estimates=False)
+    short = {row.tier: row.needed_bytes for row in found.shortfalls}
+    why = {"hbm": QUARTER, "host": HALF}
+    for name in why:
+        needed = short.get(name.upper())
+        if needed is not None and getattr(given, name) is None:
+            config = dataclasses.replace(config, **{name: int(needed * (1 + SPARE))})
+            why[name] = NEEDED
+    kept = {name: said for name, said in why.items() if getattr(given, name) is None}
+    return Settled(config, kept, found.disk_write_bytes)
 
 
 def states_of(model: nn.Module) -> int:

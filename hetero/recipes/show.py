@@ -13,6 +13,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from hetero.recipes.live import evaluated
 from hetero.types import Kind, format_bytes
 
 if TYPE_CHECKING:  # these load torch, which rendering does not need
@@ -21,74 +22,10 @@ if TYPE_CHECKING:  # these load torch, which rendering does not need
     from hetero.checkpoint.verify import Verification
     from hetero.recipes.calibrate import Calibration
     from hetero.recipes.doctor import Check, Examination
-    from hetero.recipes.result import EvalLoss, StepReport, TrainResult
+    from hetero.recipes.result import TrainResult
     from hetero.rehearse.plan import Plan
 
-PLAIN_LINES = 10  # reports of a run on a console that is no terminal
 COLOURS = {"green": "green", "yellow": "yellow", "red": "red"}
-
-
-# -- a run while it runs -------------------------------------------------------------------------
-
-
-@contextmanager
-def watching(console: Console) -> Iterator[Callable[[StepReport], None]]:
-    """Show a bar on a terminal, else a line now and then; yields the watcher."""
-    if not console.is_terminal:
-        yield lambda report: plain_line(console, report)
-        return
-    with bar(console) as progress:
-        task = progress.add_task("train", total=None, line="building the model")
-
-        def watch(report: StepReport) -> None:
-            line = step_line(report)
-            progress.update(task, completed=report.step, total=report.planned, line=line)
-
-        yield watch
-
-
-def bar(console: Console) -> Progress:
-    return Progress(
-        TextColumn("[bold]{task.description}"),
-        BarColumn(bar_width=16),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(compact=True),
-        TextColumn("{task.fields[line]}"),
-        console=console,
-    )
-
-
-def plain_line(console: Console, report: StepReport) -> None:
-    every = max(1, report.planned // PLAIN_LINES)
-    if report.step == 1 or report.step % every == 0 or report.evaluation is not None:
-        line = f"step {report.step}/{report.planned}  {step_line(report)}"
-        console.print(line, highlight=False, soft_wrap=True)
-
-
-def step_line(report: StepReport) -> str:
-    """Return one step as a line: loss, speed, tiers, traffic, misses."""
-    status = report.status
-    moved, disk = status.h2d_bytes + status.d2h_bytes, status.read_bytes + status.write_bytes
-    parts = [
-        f"loss {report.loss:.3f}",
-        f"{report.tokens / report.seconds:,.0f} tokens/s",
-        *(f"{name} {fill(row)}" for name, row in status.tiers.items()),
-        f"moved {format_bytes(moved)}/step",
-        *([f"disk {format_bytes(disk)}/step"] if disk else []),
-        f"{status.misses} misses",
-        *([] if report.evaluation is None else [f"evaluated {evaluated(report.evaluation)}"]),
-    ]
-    return "  ".join(parts)
-
-
-def evaluated(found: EvalLoss) -> str:
-    return f"loss {found.loss:.3f}, perplexity {found.perplexity:,.2f}"
-
-
-def fill(row: dict[str, int | None]) -> str:
-    """Return how full a tier is: ``98 MiB/120 MiB``, or without a budget its use."""
-    used = format_bytes(row["used"] or 0)
-    return used if row["budget"] is None else f"{used}/{format_bytes(row['budget'])}"
 
 
 # -- a run when it is over -----------------------------------------------------------------------
@@ -96,6 +33,9 @@ def fill(row: dict[str, int | None]) -> str:
 
 def summary(console: Console, result: TrainResult) -> None:
     """Show the contents of the tiers, and the result."""
+    if result.resumed_step == result.steps:  # nothing was left to do, as the banner has said
+        console.print(facts(end_facts(result)))
+        return
     console.print(what_was_where(result.status))
     console.print(facts(run_facts(result)))
 
@@ -150,6 +90,13 @@ def run_facts(result: TrainResult) -> list[tuple[str, str]]:
         ("last step", traffic),
         *disk_facts(status),
         ("speed", f"{result.tokens_per_second:,.0f} tokens/s, {result.seconds:.1f} s of training"),
+        *end_facts(result),
+    ]
+
+
+def end_facts(result: TrainResult) -> list[tuple[str, str]]:
+    """Return the rows on what a run has learned and left."""
+    return [
         ("loss", loss_line(result)),
         *[("evaluated", evaluated(e)) for e in result.evaluations[-1:]],
         ("checkpoint", f"{result.checkpoint}{went_on(result)}"),
@@ -242,6 +189,17 @@ def calibrating(console: Console) -> Iterator[Callable[[str, str, int, int], Non
         yield watch
 
 
+def bar(console: Console) -> Progress:
+    return Progress(
+        TextColumn("[bold]{task.description}"),
+        BarColumn(bar_width=16),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(compact=True),
+        TextColumn("{task.fields[line]}"),
+        console=console,
+    )
+
+
 def plain_group(console: Console, group: str, probe: str) -> None:
     if group and not probe:
         console.print(f"measuring: {group}", highlight=False)
@@ -318,9 +276,10 @@ def bench_list(console: Console, rows: Iterable[tuple[str, str]]) -> None:
 
 def failure(console: Console, error: Any) -> None:
     """Show an error and its advice, without a traceback."""
-    console.print(f"[bold red]{type(error).__name__}[/bold red]: {escape(error.args[0])}")
+    name = type(error).__name__
+    console.print(f"[bold red]{name}[/bold red]: {escape(error.args[0])}", highlight=False)
     if error.advice:
-        console.print(f"[bold]Advice[/bold]: {escape(error.advice)}")
+        console.print(f"[bold]Advice[/bold]: {escape(error.advice)}", highlight=False)
     for move in error.moves[-12:]:
         console.print(f"  {move}", markup=False)
 

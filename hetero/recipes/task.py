@@ -12,8 +12,8 @@ from torch import nn
 
 from hetero.crc import crc32
 from hetero.errors import ConfigError
-from hetero.export import export
 from hetero.recipes.gpt import GPT, GPTConfig
+from hetero.recipes.gpt_files import write_gpt
 from hetero.recipes.options import TrainOptions
 from hetero.recipes.sequences import IGNORED
 from hetero.recipes.text import Batch, Batches, as_tokens, read_files, topics_text
@@ -96,7 +96,7 @@ def demo(options: TrainOptions) -> Task:
         targets=tokens,
         passes=len(tokens) / (length * options.batch),
         unit="byte",
-        write=lambda folder: export(model, folder),
+        write=lambda folder: write_gpt(model, folder),
     )
 
 

@@ -129,6 +129,8 @@ def files_of(path: Path) -> list[Path]:
 
 def as_tokens(text: bytes) -> torch.Tensor:
     """Return one uint8 token per byte."""
+    if not text:
+        return torch.empty(0, dtype=torch.uint8)
     return torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
 

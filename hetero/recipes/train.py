@@ -25,23 +25,30 @@ from hetero.device import open_device
 from hetero.errors import ConfigError
 from hetero.parallel.launch import Launch, launch
 from hetero.parallel.mesh import refuse_stages
-from hetero.recipes.options import TrainOptions, installed
+from hetero.recipes.folders import folder_of, record_folder
+from hetero.recipes.options import TrainOptions, check_paths_of, installed, settings_of
 from hetero.recipes.passes import Passes
 from hetero.recipes.record import Recording
-from hetero.recipes.result import EvalLoss, Progress, StepReport, TrainResult
+from hetero.recipes.result import (
+    Budget,
+    EvalLoss,
+    Progress,
+    RunStart,
+    StepReport,
+    TrainResult,
+)
 from hetero.recipes.setup import (
+    Settled,
     factor_of,
-    folder_of,
     optimizer_of,
-    record_folder,
     settings_for,
-    settings_of,
     states_of,
 )
 from hetero.recipes.task import Task, count, demo, loss_of
 from hetero.recipes.text import unigram_entropy
 from hetero.rehearse.plan import Plan, plan
 from hetero.train.update.optimizer import Optimizer
+from hetero.types import noop
 
 SMOOTHED = 10  # steps in the mean reported as the last loss
 DECIDING = (  # options that change the numbers
@@ -56,16 +63,18 @@ COMPUTING = (  # settings that do
 
 Stop = Callable[[], "int | None"]
 Watch = Callable[[StepReport], None]
+Announce = Callable[[RunStart], None]
 Log = Callable[[Mapping[str, float], int], None]
 """Takes the figures of a step, and its number."""
 
 
 def train(
     options: TrainOptions,
-    watch: Watch = lambda report: None,
+    watch: Watch = noop,
     stop: Stop = lambda: None,
+    announce: Announce = noop,
 ) -> TrainResult:
-    """Run the whole recipe; call ``watch`` after each step.
+    """Run the whole recipe; call ``announce`` before the first step, ``watch`` after each one.
 
     If ``stop`` returns the number of a signal after a step, the run saves that step and ends.
     Raises ConfigError and BudgetError as `hetero.prepare` does, ConfigError for options that cannot
@@ -73,11 +82,16 @@ def train(
     """
     config = settings_of(options)
     with launch(config.timeout_seconds) as ranks:
-        return train_on(ranks, options, config, watch, stop)
+        return train_on(ranks, options, config, watch, stop, announce)
 
 
 def train_on(
-    ranks: Launch, options: TrainOptions, config: Config, watch: Watch, stop: Stop
+    ranks: Launch,
+    options: TrainOptions,
+    config: Config,
+    watch: Watch,
+    stop: Stop,
+    announce: Announce,
 ) -> TrainResult:
     """Run the recipe as one of ``ranks``; the first one watches, records and writes."""
     if ranks.size > 1 and config.mesh is None:
@@ -85,23 +99,24 @@ def train_on(
     refuse_stages(config.mesh, "hetero train")
     if ranks.rank:
         options = dataclasses.replace(options, record="none", track=())
-        watch = unseen
+        watch = announce = noop
     # 1. data, model and optimizer, as in plain PyTorch
     folder = Path(ranks.first(lambda: str(folder_of(options)), "the run's folder"))
     task = task_of(options, config)
     deciding = fingerprint(options, config, task)
-    if options.resume:
-        check_run(folder, deciding)
+    ended = check_run(folder, deciding) if options.resume else None
     optimizer = optimizer_of(task.model, options)
     # 2. the one line that puts it under budgets
-    config = settings_for(task.model, optimizer, config, options)
-    _, optimizer = prepare(task.model, optimizer, config=config)
+    settled = settings_for(task.model, optimizer, config, options)
+    _, optimizer = prepare(task.model, optimizer, config=settled.config)
     # 3. the same loop as ever
-    place = open_device(config.device).torch_device
+    place = open_device(settled.config.device).torch_device
     passes = Passes(engine_of(task.model).setup.comm, options.accumulate, options.seed)
     run = TrainRun(task, optimizer, options, folder, deciding, place, passes)
     if options.resume:
         run.resume()
+    run.record()
+    announce(start_of(run, settled, ended))
     with tracking(options, folder) as log:
         signal = run.train(watch, log, stop)
     # 4. the report, the trained model, the figures
@@ -114,12 +129,9 @@ def train_on(
     return result
 
 
-def unseen(report: StepReport) -> None:
-    """Watch no step: the first rank does."""
-
-
 def task_of(options: TrainOptions, config: Config) -> Task:
     """Return the task that options name; ConfigError if it cannot be built."""
+    check_paths_of(options)
     if options.is_demo:
         return demo(options)
     with installed(f"--model {options.model} needs transformers", other=", or leave --model out"):
@@ -132,7 +144,7 @@ def dry_run(options: TrainOptions) -> Plan:
     config = settings_of(options)
     task = task_of(options, config)
     optimizer = optimizer_of(task.model, options)
-    budgets = settings_for(task.model, optimizer, config, options)
+    budgets = settings_for(task.model, optimizer, config, options).config
     config = dataclasses.replace(budgets, device=config.device)  # else the profile's machine
     batch = {**next(task.batches), **task.call}
     return plan(task.model, batch, optimizer=optimizer, config=config, loss=loss_of)
@@ -176,7 +188,13 @@ class TrainRun:
     def __post_init__(self) -> None:
         self.steps: int = self.deciding["steps"]
         self.scheduler = LambdaLR(self.optimizer, factor_of(self.options, self.steps))
-        self.recording = Recording(self.task.model, record_folder(self.options, self.folder))
+        self.recording = Recording(self.task.model, None)
+
+    def record(self) -> None:
+        """Record the steps from here on, if there are any."""
+        if self.progress.steps < self.steps:
+            folder = record_folder(self.options, self.folder)
+            self.recording = Recording(self.task.model, folder)
 
     def train(self, watch: Watch, log: Log, stop: Stop) -> int | None:
         """Train to the end, or to a signal; returns its number."""
@@ -290,6 +308,10 @@ class TrainRun:
             data=self.task.batches,
         )
         self.progress = Progress.of(found)
+        rates = zip(self.optimizer.param_groups, self.scheduler.base_lrs, strict=True)
+        factor = factor_of(self.options, self.steps)(self.progress.steps)
+        for group, peak in rates:  # a run that is longer now has another one
+            group["lr"] = peak * factor
 
 
 # -- options that change the numbers -------------------------------------------------------------
@@ -309,20 +331,76 @@ def steps_of(options: TrainOptions, task: Task) -> int:
     return max(1, math.ceil(options.epochs * task.passes / options.accumulate))
 
 
-def check_run(folder: Path, here: Mapping[str, Any]) -> None:
-    """Refuse to resume a run with other options, before anything is moved."""
+def check_run(folder: Path, here: Mapping[str, Any]) -> int | None:
+    """Refuse to resume a run with other options but more steps, before anything is moved.
+
+    Returns the steps of the run, if it has made all of them.
+    """
     with CheckpointReader.open(folder) as reader:
         extra = reader.meta.get("extra")
     there = extra.get("run") if isinstance(extra, dict) else None
-    if not isinstance(there, dict):
+    if not isinstance(extra, dict) or not isinstance(there, dict):
         raise ConfigError(f"{folder} is no run of hetero train", advice="name the run's folder")
     there = {"sum_group": 1, **there}  # older runs have no such key
-    other = [f"{k} was {there.get(k)} and is {v}" for k, v in here.items() if there.get(k) != v]
+    other = [
+        f"{k} was {there.get(k)} and is {v}"
+        for k, v in here.items()
+        if there.get(k) != v and not (k == "steps" and is_longer(there.get(k), v))
+    ]
     if other:
         raise ConfigError(
             f"the run in {folder} had other options: {', '.join(other)}",
-            advice="resume with the options the run was started with",
+            advice="resume with the options the run was started with; steps may be more",
         )
+    made, planned = Progress.of(extra).steps, there.get("steps")
+    return made if made == planned else None
+
+
+def is_longer(before: Any, now: int) -> bool:
+    return isinstance(before, int) and before < now
+
+
+# -- the beginning -------------------------------------------------------------------------------
+
+
+UNSAID = {
+    "hbm": "all of the device",
+    "host": "what the machine leaves free",
+    "nvme": "what is free there",
+}
+"""Budgets that neither the options nor the demo set."""
+
+
+def start_of(run: TrainRun, settled: Settled, ended: int | None) -> RunStart:
+    """Return what is known of a run before its first step."""
+    model, options, found = run.task.model, run.options, status(run.task.model)
+    return RunStart(
+        model=options.model,
+        parameters=sum(p.numel() for p in model.parameters()),
+        state_bytes=states_of(model),
+        device=found.device,
+        mode=found.mode,
+        budgets=tuple(
+            Budget(tier, row["budget"], reason(tier.lower(), settled))
+            for tier, row in found.tiers.items()
+        ),
+        folder=str(run.folder),
+        steps=run.steps,
+        resumed=run.progress.resumed,
+        ended_steps=ended,
+        minutes=options.minutes,
+        disks=settled.config.nvme,
+        step_write_bytes=settled.step_write_bytes,
+        save_every=options.save_every,
+        keep=options.keep,
+    )
+
+
+def reason(name: str, settled: Settled) -> str:
+    """Return why a budget is as large as it is."""
+    config = settled.config
+    given = {"hbm": config.hbm, "host": config.host, "nvme": config.nvme_bytes}.get(name)
+    return settled.why.get(name) or (UNSAID.get(name, "") if given is None else "as given")
 
 
 # -- the result ----------------------------------------------------------------------------------

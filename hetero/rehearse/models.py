@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,12 +12,10 @@ import torch
 from torch import nn
 
 from hetero.errors import ConfigError
-from hetero.parse import json_of, read_text
-from hetero.plan.presets import PRESETS
 from hetero.recipes.options import installed
+from hetero.rehearse.named import config_of, is_factory
 
 POSITIONS = 1024  # of the one sample that is planned with if no batch is given
-MAX_CONFIG_BYTES = 2**22
 MAX_LAYERS = 2**14  # that are built: a configuration of a kilobyte may ask for billions
 UNFIT = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError)
 META = torch.device("meta")
@@ -40,7 +37,7 @@ def describe(what: nn.Module | Mapping[str, Any] | str | Path, batch: Any) -> De
     """Return the model that ``what`` names, and the batch; see `hetero.plan`."""
     if isinstance(what, nn.Module):
         return called(what, type(what).__name__, batch)
-    if isinstance(what, str) and ":" in what and not Path(what).exists():
+    if is_factory(what):
         model, own = from_factory(what)
         return called(model, what.rpartition(":")[2], batch if own is None else own)
     mapping, name = config_of(what)
@@ -62,8 +59,8 @@ def called(model: nn.Module, name: str, batch: Any) -> Described:
     if batch is None or is_size(batch):
         raise ConfigError(
             f"{name} needs arguments",
-            advice="pass batch=: a mapping of keyword arguments, a sequence of positional ones, or"
-            " a tensor; a function named as mymodels:small may return model, batch",
+            advice="let a function named as mymodels:small return model, batch; or give hetero.plan"
+            " a batch: a mapping of keyword arguments, a sequence of positional ones, a tensor",
         )
     args: Sequence[Any] = ()
     kwargs: Mapping[str, Any] = {}
@@ -107,30 +104,6 @@ def from_factory(what: str) -> tuple[nn.Module, Any]:
             advice="return an nn.Module, or one and its batch: return model, batch",
         )
     return model, batch
-
-
-def config_of(what: Mapping[str, Any] | str | Path) -> tuple[Mapping[str, Any], str]:
-    """Return a configuration, and a name for it."""
-    if isinstance(what, Mapping):
-        return what, str(what.get("_name_or_path") or what.get("model_type") or "model")
-    if str(what) in PRESETS:
-        return PRESETS[str(what)], str(what)
-    path = Path(what)
-    file = path / "config.json" if path.is_dir() else path
-    try:
-        mapping = json_of(read_text(file, MAX_CONFIG_BYTES).encode())
-    except (OSError, ValueError) as error:
-        near = difflib.get_close_matches(str(what), PRESETS, n=1, cutoff=0.4)
-        hint = f", did you mean {near[0]}?" if near else f": {error}"
-        raise ConfigError(
-            f"{what} is no model that hetero knows, and no configuration{hint}",
-            advice=f"known models: {', '.join(PRESETS)}; or name a directory with config.json",
-        ) from error
-    if not isinstance(mapping, dict):
-        raise ConfigError(
-            f"{file} is no JSON object", advice="name a model's directory, or its config.json"
-        )
-    return mapping, path.resolve().name
 
 
 def from_config(mapping: Mapping[str, Any]) -> nn.Module:

@@ -15,10 +15,10 @@ from torch import nn
 from hetero.config import Config, Settings, parse_bytes
 from hetero.errors import BudgetError, ConfigError
 from hetero.internals import tree_iter
-from hetero.plan.hardware import find
 from hetero.plan.machine import Dtype, MachineProfile
 from hetero.rehearse.mirror import ranks_of
 from hetero.rehearse.models import Described, describe
+from hetero.rehearse.named import machine
 from hetero.rehearse.rehearsal import (
     PlainStep,
     Rehearsal,
@@ -174,17 +174,6 @@ def plan(
     scene = scene_of(described, optimizer, loss, known, profile)
     estimates = estimates and ranks_of(known.mesh, profile).size == 1  # they are of one rank
     return drawn(scene, described, until_it_fits(scene), estimates)
-
-
-def machine(config: Config) -> MachineProfile:
-    """Return the profile that settings name."""
-    if config.profile is None:
-        raise ConfigError(
-            "no profile says what the machine is",
-            advice="measure this one with `hetero calibrate` and pass profile='profiles/<host>"
-            ".toml', or name one that comes with hetero, as profile='rtx4090'",
-        )
-    return find(config.profile)
 
 
 def scene_of(

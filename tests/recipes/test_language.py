@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,11 +16,17 @@ from torch import nn
 
 transformers = pytest.importorskip("transformers")
 
+from huggingface_hub import HfApi  # noqa: E402
+from huggingface_hub.utils import validate_repo_id  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoTokenizer, ByT5Tokenizer  # noqa: E402
 
 from hetero.cli import main  # noqa: E402
 from hetero.config import Config  # noqa: E402
 from hetero.errors import ConfigError  # noqa: E402
+from hetero.recipes import hub  # noqa: E402
+from hetero.recipes.gpt import GPT, GPTConfig  # noqa: E402
+from hetero.recipes.gpt_files import write_gpt  # noqa: E402
+from hetero.recipes.language import PRESETS  # noqa: E402
 from hetero.recipes.options import TrainOptions, gathered  # noqa: E402
 from hetero.recipes.result import StepReport  # noqa: E402
 from hetero.recipes.sequences import IGNORED, answered, packed, together  # noqa: E402
@@ -140,6 +147,78 @@ def test_what_is_written_is_what_others_load_and_what_a_run_begins_with() -> Non
     second = train(run)
     assert list(second.losses) == losses
     assert second.weights_sha256 == weights
+
+
+@pytest.mark.parametrize("model", ["gpt", *PRESETS])
+def test_what_is_written_of_every_preset_loads_again_and_trains_on(model: str) -> None:
+    result = train(options(model=model, steps=2, out="out", settings={"hbm": "all"}))
+
+    loaded = AutoModelForCausalLM.from_pretrained("out")
+    tokenizer = AutoTokenizer.from_pretrained("out")
+    text = "def f(x):\n    return 'caf\u00e9'"
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    again = train(options(model="out", steps=1, save_dir="again", settings={"hbm": "all"}))
+
+    assert tokenizer.decode(ids) == text
+    assert tokenizer.eos_token_id is not None
+    assert result.out == "out"
+    assert sum(p.numel() for p in loaded.parameters()) == again.parameters == result.parameters
+    if model == "gpt":
+        assert ids == list(text.encode())
+
+
+def test_presets_are_known_where_transformers_is_not_imported() -> None:
+    assert ("gpt", *PRESETS) == hub.OWN
+
+
+def test_the_demo_is_gpt2_to_others_and_gives_the_same_logits() -> None:
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(width=32, layers=3, heads=2, context=16)).eval()
+    tokens = torch.randint(256, (2, 16))
+
+    write_gpt(model, Path("plain"))
+
+    loaded = AutoModelForCausalLM.from_pretrained("plain").eval()
+    with torch.no_grad():  # its matrices are transposed, so that products may round otherwise
+        assert torch.allclose(model(tokens), loaded(tokens).logits, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("tinyllama", "did you mean tiny-llama?"),
+        ("nowhere/tiny-lama", "did you mean tiny-llama?"),
+        ("llama-3-8b", "hetero plan knows it by name"),
+        ("no name at all", "is no name on the Hub"),
+    ],
+)
+def test_a_model_that_cannot_be_reached_is_told_at_once_with_near_names(
+    name: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[float] = []
+
+    def unreachable(hub: Any, name: str, timeout: float) -> None:
+        asked.append(timeout)
+        validate_repo_id(name)
+        raise OSError("no route to host")
+
+    monkeypatch.setattr(HfApi, "model_info", unreachable)
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", None)  # which tries for a minute
+
+    with pytest.raises(ConfigError, match=re.escape(said)) as refused:
+        train(options(model=name))
+    assert refused.value.args[0].startswith(f"--model {name} is no")
+    assert asked == ([] if " " in name else [3.0])
+
+
+@pytest.mark.parametrize("model", ["gpt", "tiny-llama"])
+def test_data_without_a_byte_is_refused_by_name(model: str, tmp_path: Path) -> None:
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "folder").mkdir()
+
+    for name in ("empty.txt", "folder"):
+        with pytest.raises(ConfigError, match=rf"there is no text in .*{name}"):
+            train(options(model=model, data=(str(tmp_path / name),)))
 
 
 def test_an_evaluation_is_the_mean_loss_of_a_token_and_changes_no_number() -> None:

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from hetero.config import Config
 from hetero.errors import CheckpointCorrupt, ConfigError
-from hetero.recipes.flags import fields_as_options, taken
+from hetero.recipes.flags import as_flags, fields_as_options, taken
 from hetero.recipes.options import FieldForm, TrainOptions, command_options, forms
 from hetero.recipes.result import EvalLoss, Progress
 
@@ -75,6 +75,27 @@ def test_options_at_the_beginning_are_counted_with_their_values() -> None:
     assert taken(["--hbm", "1GB", "-m", "script", "--hbm", "2GB"], values) == 3
     assert taken(["--hbm=1GB", "script"], values) == 1
     assert taken(["--hbm"], values) == 1
+
+
+@pytest.mark.parametrize(
+    ("said", "spoken"),
+    [
+        ("raise hbm= to 155453444 bytes", "raise --hbm to 155453444 bytes"),
+        ("set pinned=512MiB, or activations='auto'", "set --pinned 512MiB, or --activations auto"),
+        ("nvme_bytes='1 TiB' is little", "nvme_bytes='1 TiB' is little"),  # no option of its own
+        ("fused_loss=True helps", "--fused-loss helps"),
+        ("updates='backward': loss=, n_x=3", "updates='backward': loss=, n_x=3"),
+        ("as profile='profiles/<host>.toml'", "as --profile 'profiles/<host>.toml'"),
+        ("gradients at --hbm=3, x.hbm=4, ahbm=5", "gradients at --hbm=3, x.hbm=4, ahbm=5"),
+        ("batch=(1, 2)", "batch=(1, 2)"),
+    ],
+)
+def test_settings_in_a_sentence_become_flags_of_the_command(said: str, spoken: str) -> None:
+    options = ("--hbm", "--pinned", "--activations", "--profile", "--gpu-memory")
+    made = [click.Option([name]) for name in options]
+    command = click.Command("one", params=[*made, click.Option(["--fused-loss"], is_flag=True)])
+
+    assert as_flags(said, command) == spoken
 
 
 def test_progress_comes_back_from_what_a_checkpoint_keeps() -> None:

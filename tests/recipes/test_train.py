@@ -20,9 +20,9 @@ from hetero.errors import BudgetError, ConfigError
 from hetero.events import What
 from hetero.recipes import record
 from hetero.recipes.gpt import GPT, GPTConfig
-from hetero.recipes.options import TrainOptions, gathered
-from hetero.recipes.result import StepReport, TrainResult
-from hetero.recipes.setup import factor_of, settings_for, settings_of
+from hetero.recipes.options import TrainOptions, gathered, settings_of
+from hetero.recipes.result import RunStart, StepReport, TrainResult
+from hetero.recipes.setup import HALF, NEEDED, QUARTER, factor_of, settings_for
 from hetero.recipes.task import load_tokens, shape
 from hetero.recipes.text import (
     Batches,
@@ -197,6 +197,38 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit_at_other_budgets(stopped: in
     assert second.weights_sha256 == whole.weights_sha256
 
 
+def test_a_run_that_had_ended_says_so_and_may_be_made_longer() -> None:
+    starts: list[RunStart] = []
+    run = {"schedule": "constant", "warmup": 2, "save_dir": "cut"}
+    whole = train(options(**{**run, "steps": 8, "save_dir": "whole"}))
+    train(options(**run, steps=4))
+
+    again = train(options(**run, steps=4, resume=True), announce=starts.append)
+    longer = train(options(**run, steps=8, resume=True), announce=starts.append)
+
+    assert [(s.ended_steps, s.resumed, s.steps, s.is_over) for s in starts] == [
+        (4, 4, 4, True),
+        (4, 4, 8, False),
+    ]
+    assert (again.steps, again.report) == (4, None)
+    assert longer.losses == whole.losses  # as if it had been as long from the start
+    assert longer.weights_sha256 == whole.weights_sha256
+    with pytest.raises(ConfigError, match="steps was 8 and is 4") as refused:
+        train(options(**run, steps=4, resume=True))
+    assert "steps may be more" in refused.value.advice
+
+
+def test_a_longer_run_goes_on_at_the_rate_of_its_own_schedule() -> None:
+    rates: list[float] = []
+    run = {"save_dir": "cut", "warmup": 1}
+    train(options(**run, steps=4))
+
+    train(options(**run, steps=8, resume=True), lambda report: rates.append(report.lr))
+
+    factor = factor_of(options(**run), 8)
+    assert rates == [1e-2 * factor(step) for step in (5, 6, 7, 8)]
+
+
 def test_only_the_last_checkpoints_stay() -> None:
     result = train(options(save_every=2, keep=2))
 
@@ -323,13 +355,56 @@ def test_a_disk_that_is_full_ends_no_training(
 # -- settings ------------------------------------------------------------------------------------
 
 
-def test_the_default_budget_is_a_quarter_of_the_states() -> None:
-    model, optimizer = model_and_optimizer()
+def test_the_default_budget_is_a_quarter_of_the_states_where_that_is_enough() -> None:
+    run = TrainOptions(width=256, layers=6, heads=2, seq=16)
+    model = GPT(shape(run))
+    optimizer = torch.optim.AdamW(model.parameters())
 
-    run = TrainOptions(settings={"device": "cpu"})
-    config = settings_for(model, optimizer, settings_of(run), run)
+    settled = settings_for(model, optimizer, settings_of(run), run)
 
-    assert config.hbm == 4 * sum(p.numel() for p in model.parameters())
+    n_params = sum(p.numel() for p in model.parameters())
+    assert (settled.config.hbm, settled.config.host) == (4 * n_params, 8 * n_params)
+    assert settled.why == {"hbm": QUARTER, "host": HALF}
+    assert settled.step_write_bytes is not None
+    assert 6 * n_params < settled.step_write_bytes < 12 * n_params  # half of the states
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"width": 32, "layers": 2, "heads": 2, "seq": 32},
+        {"width": 64, "layers": 2, "heads": 2, "seq": 256, "batch": 8},
+    ],
+    ids=lambda sizes: str(sizes["width"]) + "-" + str(sizes["seq"]),
+)
+def test_default_budgets_hold_any_shape_and_batch_and_the_run_says_why(
+    sizes: dict[str, Any],
+) -> None:
+    starts: list[RunStart] = []
+
+    result = train(TrainOptions(steps=3, record="none", **sizes), announce=starts.append)
+
+    (start,) = starts
+    assert result.steps == 3
+    budgets = {each.tier: each for each in start.budgets}
+    assert budgets["HBM"].why == NEEDED
+    assert budgets["HBM"].n_bytes is not None
+    assert budgets["HBM"].n_bytes > start.state_bytes // 4
+    for tier in ("HBM", "HOST"):
+        assert (result.status.tiers[tier]["peak"] or 0) <= (budgets[tier].n_bytes or 0)
+
+
+def test_a_budget_that_was_given_is_no_default() -> None:
+    starts: list[RunStart] = []
+
+    Path("a").mkdir(mode=0o700)
+    train(options(steps=1, settings={"nvme": ("a",), "host": "8MB"}), announce=starts.append)
+
+    assert [(b.tier, b.n_bytes, b.why) for b in starts[0].budgets] == [
+        ("HBM", HBM, "as given"),
+        ("HOST", 8_000_000, "as given"),
+    ]
+    assert (starts[0].disks, starts[0].resumed, starts[0].is_over) == (("a",), 0, False)
 
 
 def test_by_default_ram_holds_half_the_states_and_a_disk_the_rest() -> None:
@@ -349,7 +424,7 @@ def test_by_default_ram_holds_half_the_states_and_a_disk_the_rest() -> None:
 
 def test_the_default_device_is_never_the_plain_cpu() -> None:
     run = TrainOptions()
-    config = settings_for(*model_and_optimizer(), settings_of(run), run)
+    config = settings_for(*model_and_optimizer(), settings_of(run), run).config
 
     assert config.device != "cpu"
 
@@ -364,7 +439,7 @@ def test_a_settings_file_is_read_and_options_go_on_top(tmp_path: Path) -> None:
     path.write_text('hbm = "1MiB"\nhost = "8MiB"\ndevice = "cpu"\n')
 
     run = gathered(path, {"host": "9MiB"})
-    config = settings_for(*model_and_optimizer(), settings_of(run), run)
+    config = settings_for(*model_and_optimizer(), settings_of(run), run).config
 
     assert (config.hbm, config.host, config.device) == (2**20, 9 * 2**20, "cpu")
 

@@ -1,0 +1,70 @@
+"""Folders of runs: checkpoints in `RUNS`, a recording next to them (no torch)."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+from hetero.errors import ConfigError
+from hetero.recipes.options import TrainOptions
+from hetero.report.run import META
+
+RUNS = "runs"  # folder in the working directory, for checkpoints and the demo's homes on disk
+RECORDING = "run"  # folder for the recording, among a run's checkpoints
+
+
+def folder_of(options: TrainOptions) -> Path:
+    """Return the folder of a run's checkpoints; without a name the next number in `RUNS`.
+
+    Raises ConfigError if it holds those of another run, or with resume none.
+    """
+    if options.save_dir is None:
+        numbers = [int(p.name) for p in Path(RUNS).glob("*") if p.name.isdigit()]
+        saved = [n for n in numbers if has_checkpoint(Path(RUNS, str(n)))]
+        number = max(saved, default=0) if options.resume else max(numbers, default=0) + 1
+        folder = Path(RUNS, str(number))
+    else:
+        folder = Path(options.save_dir)
+    there = has_checkpoint(folder)
+    if options.resume and not there:
+        raise ConfigError(
+            f"{folder} holds no checkpoint to go on from",
+            advice="start without --resume, or name the run's folder with --save-dir",
+        )
+    if there and not options.resume:
+        raise ConfigError(
+            f"{folder} holds the checkpoints of another run",
+            advice="go on from them with --resume, or name another folder with --save-dir",
+        )
+    return folder
+
+
+def has_checkpoint(folder: Path) -> bool:
+    return any(p.name.removeprefix("step-").isdigit() for p in folder.glob("step-*"))
+
+
+def record_folder(options: TrainOptions, folder: Path) -> Path | None:
+    """Return where to record a run with checkpoints in ``folder``; None: do not record."""
+    if options.record == "none":
+        return None
+    return free_folder(Path(options.record) if options.record else folder / RECORDING)
+
+
+def free_folder(path: Path) -> Path:
+    """Return a directory without a recorded run: ``path``, or one with a number appended."""
+    return next(p for p in numbered(path) if not (p / META).exists())
+
+
+def recorded_in(folder: str | Path) -> Path:
+    """Return the folder of the newest recording: ``folder``, or one next to its checkpoints."""
+    given = Path(folder)
+    if (given / META).exists():
+        return given
+    there = itertools.takewhile(lambda p: (p / META).exists(), numbered(given / RECORDING))
+    return max(there, key=lambda p: (p / META).stat().st_mtime_ns, default=given)
+
+
+def numbered(path: Path) -> itertools.chain[Path]:
+    """Return ``path``, then it with -2, -3 ... without end."""
+    others = (path.with_name(f"{path.name}-{number}") for number in itertools.count(2))
+    return itertools.chain([path], others)

@@ -1,0 +1,114 @@
+"""How help is laid out: commands in the order of use, options in groups, examples (no torch)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import click
+
+from hetero.plan.presets import PRESETS
+
+SIZES_TEXT = (
+    "SIZE is text in any case: 20GiB, or 20G for short (2^30 bytes each), 20GB (10^9 each), or a"
+    " number of bytes."
+)
+ORDER = ("train", "run", "plan", "report", "doctor", "calibrate", "verify", "bench")
+OTHERS = "Others"  # title of the options that no group names
+TRAIN_GROUPS: Mapping[str, tuple[str, ...]] = {
+    "Model": (
+        *("model", "tokenizer", "seq", "width", "layers", "heads", "checkpoint_blocks"),
+        *("lora_rank", "lora_alpha", "lora_targets", "lora_dropout"),
+    ),
+    "Data": ("data", "task", "eval_data", "eval_every"),
+    "Learning": (
+        *("optimizer", "lr", "schedule", "warmup", "weight_decay", "max_grad_norm", "batch"),
+        *("accumulate", "steps", "epochs", "minutes", "seed"),
+    ),
+    "Budgets": ("device", "hbm", "host", "nvme", "nvme_bytes", "pinned"),
+    "How it computes": (
+        *("precision", "keep_fp32", "frozen", "keep_exact", "activations", "micro_batch", "tile"),
+        *("fused_loss", "units", "chunk_bytes"),
+    ),
+    "Several ranks": ("mesh", "sum_group", "timeout_seconds"),
+    "Files": ("config", "save_dir", "save_every", "keep", "resume", "out", "track", "record"),
+    "Planning": ("dry_run", "profile"),
+}
+TRAIN_EXAMPLES = (
+    "hetero train                       # the demo: no GPU, no download",
+    "hetero train --model ./llama --data corpus/ --hbm 20GiB --out ./trained",
+    "hetero train --model ./llama --data chats.jsonl --task sft --lora-rank 16",
+    "hetero train --config run.toml --lr 1e-5 --dry-run --profile rtx4090",
+    "hetero train --resume              # goes on with the last run",
+)
+PLAN_EXAMPLES = (
+    "hetero plan llama-3-8b --profile rtx4090 --precision bf16 --nvme .",
+    "hetero plan ./model/config.json --profile h100-sxm --batch 8 --sequence 4096",
+    "hetero plan mymodels:small --profile rtx3090 --hbm 10G",
+)
+
+
+class SizeType(click.ParamType):
+    """A size as people type it; settings are checked together, when all are known."""
+
+    name = "size"
+
+
+class ModelName(click.ParamType):
+    """A model to plan; the message without one lists the published names."""
+
+    name = "model"
+
+    def get_missing_message(self, param: click.Parameter, ctx: click.Context | None) -> str:
+        """Return the names that there are."""
+        return f"Published ones: {', '.join(PRESETS)}; or a config.json, or module:function."
+
+
+class Commands(click.Group):
+    """Commands in the order in which people need them."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Return their names."""
+        return sorted(self.commands, key=(*ORDER, *self.commands).index)
+
+
+class GroupedCommand(click.Command):
+    """Options in groups of help, and examples at its end.
+
+    Args:
+        groups: names of options by title.
+        examples: command lines.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        groups: Mapping[str, Iterable[str]] | None = None,
+        examples: Iterable[str] = (),
+        **others: Any,
+    ) -> None:
+        super().__init__(*args, **others)
+        self.groups = {title: tuple(names) for title, names in (groups or {}).items()}
+        self.examples = tuple(examples)
+
+    def title_of(self, param: click.Parameter) -> str:
+        """Return the title above an option."""
+        found = (title for title, names in self.groups.items() if param.name in names)
+        return next(found, OTHERS if self.groups else "Options")
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write options by group, then what a size is, then the examples."""
+        rows: dict[str, list[tuple[str, str]]] = {title: [] for title in self.groups}
+        for param in self.get_params(ctx):
+            record = param.get_help_record(ctx)
+            if record is not None:
+                rows.setdefault(self.title_of(param), []).append(record)
+        for title, records in rows.items():
+            with formatter.section(title):
+                formatter.write_dl(records)
+        if any(isinstance(param.type, SizeType) for param in self.params):
+            formatter.write_paragraph()
+            formatter.write_text(SIZES_TEXT)
+        if self.examples:
+            with formatter.section("Examples"):
+                formatter.write("".join(f"  {line}\n" for line in self.examples))
