@@ -275,10 +275,10 @@ class Recorder:
         except OSError as error:
             self._failed = error  # training goes on; `close` raises it
 
-    def flush(self) -> None:
-        """Write the events in the ring."""
+    def flush(self, *, last: bool = False) -> None:
+        """Write the events in the ring whose times are known; the ``last`` time all of them."""
         with self._lock:
-            lines = [encode(row) for row in self._log.drain()]
+            lines = [encode(row) for row in self._log.drain(last=last)]
             if lines:
                 self._file.write(("\n".join(lines) + "\n").encode())
                 self._file.flush()  # else a kill would lose the compressor's buffer
@@ -291,6 +291,6 @@ class Recorder:
             try:
                 if self._failed is not None:
                     raise self._failed
-                self.flush()
+                self.flush(last=True)
             finally:
                 self._file.close()

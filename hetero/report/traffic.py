@@ -26,6 +26,8 @@ class LaneUse:
     lane: str
     n_bytes: int
     moves: int
+    timed_bytes: int
+    """Of the moves that have a duration: others were counted, and never timed."""
     busy_ns: int
     """Length of the union of its moves: simultaneous ones count once."""
     wall_ns: int
@@ -36,7 +38,7 @@ class LaneUse:
     @property
     def bytes_per_second(self) -> float | None:
         """Rate while it was busy; None if its moves were not timed, or moved nothing."""
-        return self.n_bytes * 1e9 / self.busy_ns if self.busy_ns and self.n_bytes else None
+        return self.timed_bytes * 1e9 / self.busy_ns if self.busy_ns and self.timed_bytes else None
 
     @property
     def busy_share(self) -> float:
@@ -62,12 +64,20 @@ def lanes_of(events: Sequence[Event], meta: Meta, begin_ns: int, end_ns: int) ->
             lane,
             n_bytes=sum(n for span, n in rows if begin_ns <= span.begin_ns < end_ns),
             moves=sum(begin_ns <= span.begin_ns < end_ns for span, _ in rows),
+            timed_bytes=timed_bytes(rows, begin_ns, end_ns),
             busy_ns=total_ns(clipped(rows, begin_ns, end_ns)),
             wall_ns=end_ns - begin_ns,
             ceiling_bytes_per_second=meta.ceilings.get(lane),
         )
         for lane, rows in spans_by_lane(events).items()
     ]
+
+
+def timed_bytes(rows: Sequence[tuple[Interval, int]], begin_ns: int, end_ns: int) -> int:
+    """Return the bytes that timed moves carried inside a window: of one across its border, the part
+    that is as long as its time inside."""
+    cut = ((s, n, min(s.end_ns, end_ns) - max(s.begin_ns, begin_ns)) for s, n in rows if s.dur_ns)
+    return sum(n * inside // span.dur_ns for span, n, inside in cut if inside > 0)
 
 
 def clipped(rows: Sequence[tuple[Interval, int]], begin_ns: int, end_ns: int) -> list[Interval]:

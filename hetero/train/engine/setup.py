@@ -106,8 +106,9 @@ class Setup:
         return free_ram(self.device, self.comm)
 
     def count(self) -> None:
-        """A step is made."""
+        """A step is made; what it moved, the residence notes if it moves anything."""
         self.steps += 1
+        self.stats = StepStats()
         if self.steps <= WARM_STEPS and not self.device.is_cuda:
             trim_heap()
 
