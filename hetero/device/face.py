@@ -49,8 +49,8 @@ class Ticket:
         self._timing: Timing | None = None
 
     def was(self, begin: float, end: float) -> Ticket:
-        """Note its begin and end, in seconds of `Device.clock`; the end is before the begin where it
-        is not known yet, or never will be."""
+        """Note its begin and end, in seconds of `Device.clock`; an end before its begin stands for
+        one that is not known yet."""
         self._begin, self._end = begin, end
         return self
 
