@@ -86,10 +86,11 @@ class Timed(Protocol):
 
 
 class EventLog:
-    """Keeps the last ``capacity`` events; appending costs about a microsecond.
+    """Keeps the last ``capacity`` events, or all; appending costs about a microsecond.
 
     Args:
         clock: seconds; virtual if time is modelled.
+        capacity: None: all of them.
     """
 
     __slots__ = (
@@ -107,7 +108,7 @@ class EventLog:
     )
 
     def __init__(
-        self, clock: Callable[[], float] = time.monotonic, capacity: int = CAPACITY
+        self, clock: Callable[[], float] = time.monotonic, capacity: int | None = CAPACITY
     ) -> None:
         self._ring: deque[Any] = deque(maxlen=capacity)
         self._put_off: deque[Any] = deque(maxlen=capacity)  # drained before their time was known

@@ -22,6 +22,7 @@ from hetero.errors import ConfigError, StorageError
 from hetero.events import Event, EventLog, What
 from hetero.io import failed, make_folder
 from hetero.parse import Unparsable, json_of, read_text
+from hetero.report.timing import WARMUP
 from hetero.report.words import COPY_LANES
 
 SCHEMA = 1
@@ -48,6 +49,10 @@ class BucketMeta:
     trainable: bool
     home_bytes: int | None = None
     """Bytes at home and on the link; None: as in frames."""
+    kinds: dict[str, int] = field(default_factory=dict)
+    """Bytes at home by kind, but for its parameters: gradients, masters, states."""
+    names: list[str] = field(default_factory=list)
+    """Of its parameters, without the name of the unit that begins them."""
 
     @property
     def moved_bytes(self) -> int:
@@ -86,6 +91,12 @@ class Meta:
     versions: dict[str, str] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
     columns: tuple[str, ...] = COLUMNS
+    warmup: int = WARMUP
+    """Steps left out of steady figures, from the beginning."""
+    step_tokens: int = 0
+    """Tokens of a step, samples if there are none; 0: unknown."""
+    rated_write_bytes: int | None = None
+    """Bytes that the drives are rated to take in their life; None: unknown."""
     rank: int = 0
     n_ranks: int = 1
     """That share the model."""
@@ -106,6 +117,13 @@ class Meta:
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of parameters, gradients, masters and states at home; 0: unknown."""
+        known = any(bucket.kinds for bucket in self.buckets)
+        homes = (bucket.moved_bytes + sum(bucket.kinds.values()) for bucket in self.buckets)
+        return sum(homes) if known else 0
 
 
 @dataclass(frozen=True, slots=True)

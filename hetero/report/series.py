@@ -157,6 +157,7 @@ def bucket_of(measured: Measured, bucket: int) -> dict[str, Any]:
         "name": unit_name(measured.meta, row.unit) or f"bucket {bucket}",
         "bytes": row.n_bytes,
         "trainable": row.trainable,
+        "params": row.names,
     }
 
 

@@ -7,6 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 from hetero.events import Event, What
 from hetero.report.levels import Timeline
@@ -14,9 +15,34 @@ from hetero.report.residency import AccessSpan, Residency
 from hetero.report.run import Meta
 from hetero.report.spans import Interval, flatten, total_ns
 from hetero.report.timing import Steps
-from hetero.report.words import COPY_LANES, LANES
+from hetero.report.words import COPY_LANES, LANES, three
 
 BINS = 600  # of a lane's chart
+USUAL_DRIVE_BYTES = 600 * 10**12  # of writes that a usual drive of 1 TB is rated for
+
+
+class DriveLife(NamedTuple):
+    """How long drives last if every step writes as a steady one does."""
+
+    steps: float
+    rated_bytes: int
+    is_usual: bool
+    """Whether no profile says what these are rated for: it is the rating of a usual drive."""
+
+    @property
+    def rated(self) -> str:
+        """What they are rated for, as the subject of a sentence."""
+        said = f"{three(self.rated_bytes / 1e12)} TB of writes"
+        return f"{said}, as a usual drive is rated for," if self.is_usual else f"the rated {said}"
+
+
+def drive_life(meta: Meta, written_bytes: float) -> DriveLife | None:
+    """Return how long drives last; None if a step writes nothing."""
+    rated = meta.rated_write_bytes
+    bytes_in_all = USUAL_DRIVE_BYTES if rated is None else rated
+    if not written_bytes:
+        return None
+    return DriveLife(bytes_in_all / written_bytes, bytes_in_all, rated is None)
 
 
 @dataclass(frozen=True, slots=True)
