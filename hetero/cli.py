@@ -345,6 +345,9 @@ def report(run: str, claims: tuple[str, ...], as_json: bool, **files: str | None
 @option("--sum-group", POSITIVE, "Ranks in a row whose gradients add up first.", "1")
 @option("--precision", PRECISION, "Of working weights.", "fp32")
 @unit_options
+@option("--lora-rank", POSITIVE, "Plan adapters of this rank, the model frozen.", "train it all")
+@option("--frozen", click.Choice(["keep", "int8", "nf4"]), "Of frozen weights, at rest.", "keep")
+@option("--optimizer", str, "By name, as adamw8bit, sgd.", "adamw")
 @option("--device", DEVICE, "What to plan for.", "cuda where the profile has a GPU, else cpu:sim")
 @click.option("--fused-loss", is_flag=True, help="Compute the loss without all logits at once.")
 @click.option("--no-estimates", is_flag=True, help="Leave out what else would fit.")

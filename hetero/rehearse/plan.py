@@ -29,6 +29,7 @@ from hetero.rehearse.rehearsal import (
     update_seconds,
 )
 from hetero.rehearse.twin import batch_twin, twin_of
+from hetero.rehearse.variants import adapted, named
 from hetero.rehearse.whatif import ENDLESS, Baseline, on_its_clock, what_if, without_hetero
 from hetero.report.examine import PREDICTED, WHATIF, examine
 from hetero.report.measure import NS, Measured, Summary, measure, summarize
@@ -142,7 +143,8 @@ def plan(
     model_or_config: nn.Module | Mapping[str, Any] | str | Path,
     batch: Any = None,
     *,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: torch.optim.Optimizer | str | None = None,
+    lora_rank: int | None = None,
     loss: Callable[[Any], torch.Tensor] | None = None,
     config: Settings = None,
     estimates: bool = True,
@@ -160,7 +162,9 @@ def plan(
         batch: the model's arguments: a mapping of keyword arguments, a sequence of positional ones,
             or one tensor. For a Hugging Face model it may be ``(samples, positions)``; None: one
             sample of 1024.
-        optimizer: over the module's parameters; None: AdamW.
+        optimizer: over the module's parameters, or the name of one (``"adamw8bit"``); None: AdamW.
+        lora_rank: plan low-rank adapters of this rank (PEFT) at all linear modules, and the model
+            frozen (``frozen="nf4"``: in four bits); None: it is trained as it is.
         loss: makes a scalar of the model's output; None: its ``loss``, its first scalar, or the sum
             of its first tensor.
         config: a `Config`, a mapping, or a TOML or YAML file; ``settings`` go on top.
@@ -175,6 +179,15 @@ def plan(
     known = Config.load(config, **settings)
     profile = machine(known)
     described = describe(model_or_config, batch)
+    if lora_rank is not None:
+        if isinstance(optimizer, torch.optim.Optimizer):
+            raise ConfigError(
+                "the optimizer is not over the adapters that lora_rank= plans",
+                advice="name one, as optimizer='adamw', or pass a model that has adapters",
+            )
+        described = replace(described, model=adapted(described.model, lora_rank))
+    if isinstance(optimizer, str):
+        optimizer = named(optimizer, described.model)
     scene = scene_of(described, optimizer, loss, known, profile)
     estimates = estimates and ranks_of(known.mesh, profile).size == 1  # they are of one rank
     return drawn(scene, described, until_it_fits(scene), estimates)
