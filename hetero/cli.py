@@ -296,6 +296,7 @@ def lint_files(files: tuple[str, ...], as_json: bool) -> bool:
 
 @main.command()
 @click.argument("run", type=click.Path())
+@click.argument("other", type=click.Path(), required=False)
 @click.option("-o", "--output", type=click.Path(dir_okay=False), help="Write the report as HTML.")
 @click.option("--png", type=click.Path(dir_okay=False), help="Write its pictures as PNG.")
 @click.option(
@@ -305,9 +306,11 @@ def lint_files(files: tuple[str, ...], as_json: bool) -> bool:
     "--assert", "claims", multiple=True, help="Check a claim, as 'hbm.peak <= 23GiB'; repeatable."
 )
 @answers()
-def report(run: str, claims: tuple[str, ...], as_json: bool, **files: str | None) -> int:
+def report(
+    run: str, other: str | None, claims: tuple[str, ...], as_json: bool, **files: str | None
+) -> int:
     """Report what a recorded RUN did with memory and time; RUN is its directory, or one with the
-    run of each rank inside.
+    run of each rank inside. With an OTHER run, both are shown side by side; claims are on OTHER.
 
     The exit status is 1 when a claim does not hold.
     """
@@ -316,7 +319,7 @@ def report(run: str, claims: tuple[str, ...], as_json: bool, **files: str | None
     from hetero.report.make import examined
     from hetero.report.measure import figures
 
-    made = examined(run)
+    made = examined(run, other)
     found = made.as_json()
     verdicts = judge(claims, figures(found))
     written = made.write_files(**files)

@@ -18,9 +18,10 @@ from hetero.report.advice import Advice, headline, verdict
 from hetero.report.measure import NS, Measured, Summary, figures
 from hetero.report.peaks import unit_name
 from hetero.report.series import series_of
-from hetero.report.still import paint, still_lanes, still_levels, still_stays
+from hetero.report.still import paint, still_curve, still_lanes, still_levels, still_stays
 from hetero.report.svg import WIDE, fits, placed, plane_height
 from hetero.report.traffic import BINS
+from hetero.report.values import curves
 from hetero.report.views import Sidecar
 from hetero.report.words import (
     COPY_LANES,
@@ -166,16 +167,18 @@ def figure(key: str, value: float) -> Markup | str:
 
 def keyed(found: Mapping[str, float], key: str) -> Markup:
     """Return a figure of a summary for people, with its key and value for programs."""
-    value = found[key]
+    return KEYED.format(key, found[key], said_of(key, found[key]))
+
+
+def said_of(key: str, value: float) -> str:
+    """Return a figure for people, in the unit that its key names."""
     if key.endswith("_bytes"):
-        said = format_bytes(value)
-    elif key.endswith("_seconds"):
-        said = format_seconds(value)
-    elif key.endswith("bytes_per_second"):
-        said = format_rate(value)
-    else:
-        said = f"{value:,.0f}"
-    return KEYED.format(key, value, said)
+        return format_bytes(value)
+    if key.endswith("_seconds"):
+        return format_seconds(value)
+    if key.endswith("bytes_per_second"):
+        return format_rate(value)
+    return f"{value:,.0f}" if value >= 100 else three(value)
 
 
 KEYED = Markup('<data data-key="{}" value="{}">{}</data>')
@@ -189,7 +192,7 @@ ROWS: tuple[Callable[..., Any], ...] = (
     *(views.allocated, views.by_step, views.charged, views.comings, views.compared, views.doubts),
     *(views.filled, views.leaves_of, views.off, views.parts_of, views.peak_colours),
     *(views.peak_keys, views.refetches, views.step_parts, placed, plane_height, fits, figure),
-    *(keyed, listed, paint, still_lanes, still_levels, still_stays),
+    *(keyed, listed, paint, still_curve, still_lanes, still_levels, still_stays, curves),
 )
 WORDS = {
     "BINS": BINS,
@@ -202,6 +205,7 @@ WORDS = {
     "REASONS": words.REASONS,
     "UNATTRIBUTED": words.UNATTRIBUTED,
     "WIDE": WIDE,
+    "zip": zip,
     "WITHOUT_WHY": words.WITHOUT_WHY,
 }
 

@@ -23,6 +23,7 @@ from hetero.report.traffic import (
     lanes_of,
     ledger_of,
 )
+from hetero.report.values import TOKENS, told
 from hetero.report.words import TIERS
 
 SUMMARY_SCHEMA = 1
@@ -73,7 +74,13 @@ class Measured:
     @property
     def tokens_per_second(self) -> float | None:
         """None: unknown."""
-        tokens, seconds = self.meta.step_tokens, self.step_seconds
+        seconds, steps = self.steady_ns / NS, self.steps
+        told_here = (
+            row.value
+            for row in told(self.run.values, TOKENS)
+            if steps.begin_ns <= row.t_ns < steps.end_ns
+        )
+        tokens = sum(told_here) or self.meta.step_tokens * self.steady_count
         return tokens / seconds if tokens and seconds else None
 
     @property

@@ -34,9 +34,18 @@ _one = threading.Lock()  # held while a block is open: two blocks would count ea
 class Profile:
     """A run being recorded, or recorded."""
 
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
+    def __init__(self, recorder: Recorder) -> None:
+        self.directory = recorder.directory
         """Directory of ``meta.json`` and ``events.jsonl.gz``."""
+        self._recorder = recorder
+
+    def note(self, **values: float) -> None:
+        """Tell what a step came to, for the report to show next to the tiers.
+
+        Each name is a curve: ``run.note(loss=loss.item(), tokens=batch.numel())``. Of ``tokens``
+        the report shows the rate, and their mean over steady steps.
+        """
+        self._recorder.note(values)
 
     def load(self) -> Run:
         """Return the recorded run, after the block."""
@@ -99,7 +108,7 @@ def profile(
         if plan is not None:
             plan.write_beside(folder)
         try:
-            yield Profile(folder)
+            yield Profile(recorder)
         finally:
             recorder.close()
             recorder.write_meta(meta())  # a step may have made more of it resident

@@ -11,7 +11,7 @@ import gzip
 import json
 import threading
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -23,6 +23,7 @@ from hetero.events import Event, EventLog, What
 from hetero.io import failed, make_folder
 from hetero.parse import Unparsable, json_of, read_text
 from hetero.report.timing import WARMUP
+from hetero.report.values import VALUES, Value, append_values, read_values
 from hetero.report.words import COPY_LANES
 
 SCHEMA = 1
@@ -134,9 +135,11 @@ class Run:
     events: list[Event]
     dropped: int = 0
     """Events that the ring lost before they were drained."""
+    values: tuple[Value, ...] = ()
+    """What the loop told: its loss, its tokens."""
 
     @classmethod
-    def of(cls, meta: Meta, events: Iterable[Event]) -> Run:
+    def of(cls, meta: Meta, events: Iterable[Event], values: Iterable[Value] = ()) -> Run:
         """Return a run of these events, in any order."""
         rows = list(events)
         seqs = {row.seq for row in rows}
@@ -144,7 +147,7 @@ class Run:
         seqs = {seq for seq in seqs if seq >= first}  # an access may be older than the log
         missing = max(seqs) + 1 - first - len(seqs) if seqs else 0
         rows.sort(key=lambda row: (row.t_ns, row.seq))
-        return cls(meta, rows, missing)
+        return cls(meta, rows, missing, tuple(values))
 
     @classmethod
     def load(cls, directory: str | Path) -> Run:
@@ -166,7 +169,7 @@ class Run:
                 f"{folder} is no run: {error}",
                 advice=f"name a directory with {META} and {EVENTS} in it",
             ) from error
-        return cls.of(meta, read_events(folder / EVENTS, meta))
+        return cls.of(meta, read_events(folder / EVENTS, meta), read_values(folder))
 
 
 def read_events(path: Path, meta: Meta) -> Iterator[Event]:
@@ -275,6 +278,7 @@ class Recorder:
         self._failed: OSError | None = None
         with storing(self.directory):
             make_folder(self.directory, mode=0o777).close()  # checkpoints may lie in it
+            (self.directory / VALUES).unlink(missing_ok=True)  # of an earlier recording
             self.write_meta(meta)
             self._file = gzip.GzipFile(self.directory / EVENTS, "wb", compresslevel=1)
         self._thread = threading.Thread(target=self._go, name="hetero-events", daemon=True)
@@ -285,6 +289,11 @@ class Recorder:
         known = replace(meta, first_seq=self._log.first_seq)
         with storing(self.directory):
             (self.directory / META).write_text(json.dumps(known.as_json(), indent=1))
+
+    def note(self, values: Mapping[str, float]) -> None:
+        """Write what the loop tells, now."""
+        with storing(self.directory):
+            append_values(self.directory, round(self._log.clock() * 1e9), values)
 
     def _go(self) -> None:
         try:

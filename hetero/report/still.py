@@ -12,6 +12,7 @@ from hetero.report.levels import RESERVED, Timeline
 from hetero.report.measure import NS, Measured
 from hetero.report.peaks import unit_name
 from hetero.report.traffic import BINS, lane_charts
+from hetero.report.values import Curve
 from hetero.report.words import format_rate, format_seconds
 from hetero.types import format_bytes
 
@@ -63,10 +64,11 @@ def paint(colour: str, category: str) -> str:
     return f"url(#hatch-{colour})" if category.endswith(RESERVED) else f"var(--{colour})"
 
 
-def still_levels(measured: Measured, line: Timeline) -> Still:
-    """Return a tier's bytes over the run, each column at its highest."""
+def still_levels(measured: Measured, line: Timeline, least: int = 0) -> Still:
+    """Return a tier's bytes over the run, each column at its highest; the upper edge stands for
+    ``least`` or more."""
     rows = sampled(line, measured.begin_ns, measured.end_ns)
-    peak = max(line.totals) or 1
+    peak = max(*line.totals, least) or 1
     budget = measured.peaks[line.tier].budget_bytes
     top = max(budget, peak) if budget and budget < 4 * peak else peak
     shown = [i for i, column in enumerate(line.columns) if any(column)]
@@ -107,6 +109,20 @@ def marks(measured: Measured, window: tuple[int, int] | None = None) -> tuple[Ma
     begin, end = window or (measured.begin_ns, measured.end_ns)
     times = [(begin + (end - begin) * i / TICKS - measured.begin_ns) / NS for i in range(TICKS + 1)]
     return tuple(Mark(100 * i / TICKS, format_seconds(t)) for i, t in enumerate(times))
+
+
+def still_curve(measured: Measured, curve: Curve) -> Still:
+    """Return a value over the run, as a line of steps."""
+    span = max(1, measured.end_ns - measured.begin_ns)
+    low, high = min(0.0, *curve.numbers), max(curve.numbers)
+    heights, at = [0.0] * ACROSS, 0
+    for column in range(ACROSS):
+        until_ns = measured.begin_ns + span * (column + 1) // ACROSS
+        while at + 1 < len(curve.times_ns) and curve.times_ns[at + 1] < until_ns:
+            at += 1
+        if curve.times_ns[at] < until_ns:
+            heights[column] = (curve.numbers[at] - low) / ((high - low) or 1.0)
+    return Still((Area("var(--soft)", outline(heights)),), f"{high:.4g}", marks(measured))
 
 
 def still_lanes(measured: Measured) -> dict[str, Still]:

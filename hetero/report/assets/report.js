@@ -155,10 +155,11 @@
     ctx.font = `${11 * devicePixelRatio}px system-ui, sans-serif`; ctx.textBaseline = 'top';
     if ((range.max - range.min) / END < 200 / steps.end.length) {
       steps.end.forEach((end, i) => {
-        const from = Math.max(bbox.left, x(steps.begin[i])), to = x(end);
-        ctx.globalAlpha = 0.35; ctx.fillRect(to, bbox.top, 1, bbox.height); ctx.globalAlpha = 1;
-        const name = `step ${steps.number[i]}`;
-        if (to - from > ctx.measureText(name).width + 8) ctx.fillText(name, from + 4, bbox.top + thick + 2);
+        const from = Math.max(bbox.left, x(steps.begin[i]));
+        const to = Math.min(bbox.left + bbox.width, x(end));
+        ctx.globalAlpha = 0.35; ctx.fillRect(x(end), bbox.top, 1, bbox.height); ctx.globalAlpha = 1;
+        const name = `step ${steps.number[i]}`, wide = ctx.measureText(name).width;
+        if (to - from > wide + 8) ctx.fillText(name, (from + to - wide) / 2, bbox.top + thick + 2);
       });
     }
     ctx.restore();
@@ -244,6 +245,17 @@
     chart.whole = true;
   }
 
+  function drawValue(curve, place) {
+    const times = undelta(curve.t).map((t) => t / MICRO);
+    const chart = plot(place, [times, curve.v], [{ label: curve.name, stroke: () => colour('ink'), width: 1.5,
+      points: { show: times.length < 60 },
+      value: (u, v) => (v == null ? '' : String(+v.toPrecision(5))) }], 130, {
+      y: { range: (u, low, high) => [Math.min(0, low), (high || 1) * 1.1] },
+      axis: { space: 24 }, draw: [strip],
+    });
+    chart.lastShown = true;
+  }
+
   function binned({ begin, width, bytes: moved, busy }) { // times, rates, busy shares
     const sizes = undelta(moved), times = undelta(busy);
     const at = sizes.map((_, i) => (begin + i * width) / MICRO);
@@ -278,6 +290,7 @@
   function drawCharts() {
     charts.length = 0;
     for (const tier of data.tiers) drawTier(tier, $(`[data-tier="${tier.tier}"]`));
+    for (const curve of data.values) drawValue(curve, $(`[data-value="${CSS.escape(curve.name)}"]`));
     for (const lane of data.lanes) drawLane(lane, $(`[data-lane="${lane.lane}"]`));
   }
   followers.push(() => {
@@ -288,12 +301,12 @@
     }
   });
   function rest(chart) { // where nobody points, the legend tells of the highest that is shown
-    if (!chart.whole || chart.cursor.left >= 0) return;
+    if (!(chart.whole || chart.lastShown) || chart.cursor.left >= 0) return;
     const [times, top] = chart.data;
     let best = -1;
     for (let i = 0; i < times.length && times[i] <= range.max; i += 1) {
       const shown = i + 1 >= times.length || times[i + 1] > range.min;
-      if (shown && (best < 0 || top[i] > top[best])) best = i;
+      if (shown && (best < 0 || chart.lastShown || top[i] > top[best])) best = i;
     }
     if (best >= 0) chart.setLegend({ idx: best });
   }
