@@ -286,6 +286,7 @@ def lint_files(files: tuple[str, ...], as_json: bool) -> bool:
 
 @main.command(short_help="Report what a run did with memory and time.")
 @click.argument("run", type=click.Path())
+@click.argument("other", type=click.Path(), required=False)
 @click.option("-o", "--output", type=click.Path(dir_okay=False), help="Write the report as HTML.")
 @click.option("--png", type=click.Path(dir_okay=False), help="Write its pictures as PNG.")
 @click.option(
@@ -295,11 +296,13 @@ def lint_files(files: tuple[str, ...], as_json: bool) -> bool:
     "--assert", "claims", multiple=True, help="Check a claim, as 'hbm.peak <= 23GiB'; repeatable."
 )
 @answers()
-def report(run: str, claims: tuple[str, ...], as_json: bool, **files: str | None) -> int:
+def report(
+    run: str, other: str | None, claims: tuple[str, ...], as_json: bool, **files: str | None
+) -> int:
     """Report what a recorded RUN did with memory and time.
 
     RUN is its directory, that of a run's checkpoints, as runs/1, or one with the run of each rank
-    inside.
+    inside. With an OTHER run, both are shown side by side; claims are on OTHER.
 
     The exit status is 1 when a claim does not hold.
     """
@@ -309,7 +312,7 @@ def report(run: str, claims: tuple[str, ...], as_json: bool, **files: str | None
     from hetero.report.make import examined
     from hetero.report.measure import figures
 
-    made = examined(recorded_in(run))
+    made = examined(recorded_in(run), recorded_in(other) if other else None)
     found = made.as_json()
     verdicts = judge(claims, figures(found))
     written = made.write_files(**files)
@@ -342,6 +345,9 @@ def report(run: str, claims: tuple[str, ...], as_json: bool, **files: str | None
 @option("--sum-group", POSITIVE, "Ranks in a row whose gradients add up first.", "1")
 @option("--precision", PRECISION, "Of working weights.", "fp32")
 @unit_options
+@option("--lora-rank", POSITIVE, "Plan adapters of this rank, the model frozen.", "train it all")
+@option("--frozen", click.Choice(["keep", "int8", "nf4"]), "Of frozen weights, at rest.", "keep")
+@option("--optimizer", str, "By name, as adamw8bit, sgd.", "adamw")
 @option("--device", DEVICE, "What to plan for.", "cuda where the profile has a GPU, else cpu:sim")
 @click.option("--fused-loss", is_flag=True, help="Compute the loss without all logits at once.")
 @click.option("--no-estimates", is_flag=True, help="Leave out what else would fit.")

@@ -77,19 +77,25 @@ class Event(NamedTuple):
 class Timed(Protocol):
     """Something asynchronous that knows its times once it is over."""
 
+    @property
+    def is_known(self) -> bool:
+        """Whether `span` tells when it was, at once or after waiting for it."""
+
     def span(self) -> tuple[float, float]:
         """Return begin and end in seconds of the log's clock; waits until they are known."""
 
 
 class EventLog:
-    """Keeps the last ``capacity`` events; appending costs about a microsecond.
+    """Keeps the last ``capacity`` events, or all; appending costs about a microsecond.
 
     Args:
         clock: seconds; virtual if time is modelled.
+        capacity: None: all of them.
     """
 
     __slots__ = (
         "_count",
+        "_put_off",
         "_ring",
         "access",
         "annotates",
@@ -102,9 +108,10 @@ class EventLog:
     )
 
     def __init__(
-        self, clock: Callable[[], float] = time.monotonic, capacity: int = CAPACITY
+        self, clock: Callable[[], float] = time.monotonic, capacity: int | None = CAPACITY
     ) -> None:
         self._ring: deque[Any] = deque(maxlen=capacity)
+        self._put_off: deque[Any] = deque(maxlen=capacity)  # drained before their time was known
         self._count = itertools.count()
         self.append = self._ring.append
         self.clock = clock
@@ -189,23 +196,33 @@ class EventLog:
             self.append((seq, t0, self.clock(), What.ACCESS, self.step, self.phase, Lane.COMPUTE,
                          None, unit, -1, n_bytes, None, "", -1))  # fmt: skip
 
-    def drain(self) -> Iterator[Event]:
-        """Yield all events and forget them; safe while other threads append."""
-        ring = self._ring
-        while ring:
-            try:
-                row = ring.popleft()
-            except IndexError:  # another thread was faster
-                return
-            yield event_of(row)
+    def drain(self, *, last: bool = True) -> Iterator[Event]:
+        """Yield all events and forget them; safe while other threads append.
+
+        Unless it is the ``last`` time, copies that a device has put off wait for the next one: when
+        they are done is not known yet.
+        """
+        waiting: list[Any] = []
+        for ring in (self._put_off, self._ring):
+            while ring:
+                try:
+                    row = ring.popleft()
+                except IndexError:  # another thread was faster
+                    break
+                if last or is_known(row):
+                    yield event_of(row)
+                else:
+                    waiting.append(row)
+        self._put_off.extend(waiting)
 
     def __iter__(self) -> Iterator[Event]:
-        return (event_of(row) for row in list(self._ring))
+        return (event_of(row) for row in (*self._put_off, *self._ring))
 
     def __len__(self) -> int:
-        return len(self._ring)
+        return len(self._put_off) + len(self._ring)
 
     def clear(self) -> None:
+        self._put_off.clear()
         self._ring.clear()
         self.first_seq = next(self._count) + 1
 
@@ -229,6 +246,12 @@ def behind() -> Iterator[None]:
 def is_behind() -> bool:
     """Whether this is a background thread."""
     return getattr(_thread, "behind", False)
+
+
+def is_known(row: Any) -> bool:
+    """Whether it is known when a row of the ring was."""
+    t1 = row[2]
+    return isinstance(t1, (float, int)) or t1.is_known
 
 
 def event_of(row: Any) -> Event:

@@ -97,7 +97,7 @@ def test_json_has_the_same_keys_whether_it_fits_or_not() -> None:
     short = last_json(call(f"{SMALL} --hbm 150KB --json"))
 
     assert set(fits) == set(short) == KEYS
-    assert set(fits["tiers"][0]) == {"tier", "budget_bytes", "peak_bytes", "kinds"}
+    assert set(fits["tiers"][0]) == {"tier", "budget_bytes", "peak_bytes", "kinds", "at_peak"}
     assert set(short["shortfalls"][0]) == {"tier", "have_bytes", "needed_bytes", "why"}
     assert (fits["shortfalls"], len(fits["what_if"])) == ([], 1)
     assert (fits["what_if"][0]["fits"], short["what_if"][0]["fits"]) == (True, False)
@@ -108,9 +108,25 @@ def test_estimates_are_a_table_and_rows_in_json() -> None:
 
     rows = last_json(call(f"{line} --json"))["what_if"]
 
-    assert set(rows[0]) == {"label", "fits", "peak_bytes", "step_seconds", "change"}
+    keys = {"label", "fits", "peak_bytes", "step_seconds", "change", "tokens_per_second", "how"}
+    assert set(rows[0]) == keys
     assert [rows[0]["label"], rows[0]["fits"]] == ["as planned", True]
     assert "what if" in call(line).stdout
+
+
+def test_a_plan_takes_adapters_codes_an_optimizer_and_slices() -> None:
+    line = f"{SMALL} --hbm 560KB --lora-rank 4 --frozen nf4 --optimizer sgd --micro-batch 1"
+    result = call(f"{line} --json")
+
+    assert result.exit_code == 0, result.output
+    found = last_json(result)
+    assert found["n_params"] > 93_184  # with adapters
+    assert {key: found["settings"][key] for key in ("frozen", "micro_batch")} == {
+        "frozen": "nf4",
+        "micro_batch": 1,
+    }
+    (host,) = (row for row in found["tiers"] if row["tier"] == "HOST")
+    assert host["kinds"]["state"] == host["kinds"]["grad"]  # one moment of the adapters
 
 
 def test_a_plan_may_be_a_report(tmp_path: Path) -> None:

@@ -12,9 +12,10 @@ from hetero.types import Kind, Lane, Tier
 class Later:
     """Knows when it was only once asked."""
 
-    def __init__(self, begin: float, end: float) -> None:
+    def __init__(self, begin: float, end: float, *, is_known: bool = True) -> None:
         self.times = begin, end
         self.asked = 0
+        self.is_known = is_known
 
     def span(self) -> tuple[float, float]:
         self.asked += 1
@@ -111,6 +112,21 @@ def test_something_asynchronous_is_asked_for_its_times_when_drained_and_not_befo
     log.add(What.MOVE, 0.0, later)
     assert later.asked == 0
     assert [(e.t_ns, e.dur_ns) for e in log.drain()] == [(2_000_000_000, 3_000_000_000)]
+
+
+def test_a_copy_that_is_put_off_is_drained_when_it_is_over_and_at_the_latest_at_the_end() -> None:
+    log = EventLog()
+    late, never = Later(2.0, 5.0, is_known=False), Later(3.0, 0.0, is_known=False)
+    log.add(What.MOVE, 0.0, late)
+    log.add(What.MOVE, 0.0, never)
+    log.now(What.LEVEL)
+
+    assert [e.seq for e in log.drain(last=False)] == [2]
+    assert len(log) == 2 and [e.seq for e in log] == [0, 1]
+    late.is_known = True
+    assert [(e.seq, e.dur_ns) for e in log.drain(last=False)] == [(0, 3_000_000_000)]
+    assert [(e.seq, e.dur_ns) for e in log.drain()] == [(1, 0)]
+    assert len(log) == 0
 
 
 def test_no_event_is_shorter_than_nothing() -> None:

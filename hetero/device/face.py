@@ -49,13 +49,15 @@ class Ticket:
         self._timing: Timing | None = None
 
     def was(self, begin: float, end: float) -> Ticket:
-        """Note its begin and end, in seconds of `Device.clock`, as far as known."""
+        """Note its begin and end, in seconds of `Device.clock`; an end before its begin stands for
+        one that is not known yet."""
         self._begin, self._end = begin, end
         return self
 
-    def ended(self, end: float) -> None:
-        """Note its end, after its begin."""
-        self._end = end
+    @property
+    def is_known(self) -> bool:
+        """Whether `span` tells when it was, at once or after waiting for it."""
+        return self._timing is not None or self._end >= self._begin
 
     def time_by(self, timing: Timing) -> None:
         """Take begin and end from the device's events."""

@@ -228,10 +228,11 @@ class SimDevice(CpuDevice):
                 "write after read: the source of a copy changed while the copy was in flight",
                 advice="the writer must pass the copy's ticket as after=",
             )
+        begin = time.monotonic()
         item.dst.copy_(item.src)
         item.ticket.done = True
-        if not self.is_timed:
-            item.ticket.ended(time.monotonic())
+        if not self.is_timed:  # the time it took, not the time it was put off
+            item.ticket.was(begin, time.monotonic())
 
     def _written(self, src: torch.Tensor) -> bool:
         return any(_overlap(item.dst, src) for q in self._queues.values() for item in q)

@@ -7,7 +7,6 @@ seconds and operations per second; a field's metadata holds the file's key and p
 
 from __future__ import annotations
 
-import math
 from dataclasses import Field, dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -474,13 +473,6 @@ class MachineProfile:
             return (late + n_bytes / fast.value) / share
         left = min(n_bytes, max(0.0, nvme.slc_bytes.value - written_before_bytes))
         return (late + left / fast.value + (n_bytes - left) / slow.value) / share
-
-    def drive_life_steps(self, bytes_per_step: float) -> float | None:
-        """Return the steps until the drives are worn out; None: unknown."""
-        endurance = self.drive().tbw_bytes
-        if endurance is None:
-            return None
-        return endurance.value / bytes_per_step if bytes_per_step else math.inf
 
     def drive(self) -> DriveRates:
         """Return the disk section, ConfigError if there is none."""

@@ -14,6 +14,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from hetero.recipes.live import evaluated
+from hetero.report.advice import SHORT_LIFE
+from hetero.report.words import format_count, format_seconds, part_label
 from hetero.types import Kind, format_bytes
 
 if TYPE_CHECKING:  # these load torch, which rendering does not need
@@ -25,6 +27,7 @@ if TYPE_CHECKING:  # these load torch, which rendering does not need
     from hetero.recipes.result import TrainResult
     from hetero.rehearse.plan import Plan
 
+WORTH_SAYING = 0.001  # of a planned step
 COLOURS = {"green": "green", "yellow": "yellow", "red": "red"}
 
 
@@ -291,30 +294,24 @@ def planned(console: Console, plan: Plan) -> None:
     """Show whether a plan fits, its needs, and alternatives."""
     verdict = "[green]fits[/green]" if plan.fits else "[red]does not fit[/red]"
     console.print(
-        f"[bold]{escape(plan.model)}[/bold], {numbered(plan.n_params)} parameters, on"
+        f"[bold]{escape(plan.model)}[/bold], {format_count(plan.n_params)} parameters, on"
         f" {escape(plan.profile)}: {verdict}"
     )
     for row in plan.shortfalls:
         console.print(f"  {row.tier} is {row.short_bytes:,} bytes short: {escape(row.why)}")
     console.print(plan_tiers(plan))
     console.print(facts(plan_facts(plan)))
+    if plan.drive_life_steps is not None and plan.drive_life_steps < SHORT_LIFE:
+        console.print(f"[red]the drive lasts {plan.drive_life_steps:,.0f} steps[/red]")
     if len(plan.what_if) > 1:
         console.print(plan_estimates(plan))
     console.print(f"[bold]{escape(plan.paste)}[/bold]", soft_wrap=True)
 
 
-def numbered(count: int) -> str:
-    """Return a number in short form: 8.03 B, 32 M, 8,320."""
-    for size, letter in ((10**9, "B"), (10**6, "M")):
-        if count >= size:
-            return f"{count / size:.3g} {letter}"
-    return f"{count:,}"
-
-
 def plan_tiers(plan: Plan) -> Table:
-    table = Table("tier", "budget", "peak", "most of")
+    table = Table("tier", "budget", "peak", "most of it")
     for row in plan.tiers:
-        kinds = sorted(row.kinds.items(), key=lambda item: -item[1])
+        kinds = sorted(row.at_peak.items(), key=lambda item: -item[1])
         said = ", ".join(f"{kind} {format_bytes(n)}" for kind, n in kinds[:4])
         table.add_row(row.tier, cell(row.budget_bytes), format_bytes(row.peak_bytes), said)
     return table
@@ -322,15 +319,21 @@ def plan_tiers(plan: Plan) -> Table:
 
 def plan_facts(plan: Plan) -> list[tuple[str, str]]:
     parts = sorted(plan.shares.items(), key=lambda item: -item[1])
-    spent = ", ".join(f"{n.removesuffix('_seconds')} {s:.3g} s" for n, s in parts if s > 0)
+    spent = ", ".join(
+        f"{part_label(name.removesuffix('_seconds'))} {format_seconds(seconds)}"
+        for name, seconds in parts
+        if seconds >= WORTH_SAYING * plan.step_seconds
+    )
+    first = format_seconds(plan.first_step_seconds)
     rows = [
-        ("step", f"{plan.step_seconds:.3g} s (the first one {plan.first_step_seconds:.3g} s)"),
+        ("step", f"{format_seconds(plan.step_seconds)} (the first one {first})"),
         ("tokens/s", f"{plan.tokens_per_second:,.0f}"),
         ("spent on", spent),
         ("units", ", ".join(f"{n} {policy}" for policy, n in plan.policies.items())),
     ]
     if plan.start_seconds:
-        rows.insert(1, ("start", f"{plan.start_seconds:.3g} s of page-locking and moving weights"))
+        start = format_seconds(plan.start_seconds)
+        rows.insert(1, ("start", f"{start} of page-locking and moving weights"))
     if plan.mfu is not None:
         rows.append(("MFU", f"{100 * plan.mfu:.3g} % (causal attention)"))
     if plan.disk_write_bytes:
@@ -341,9 +344,11 @@ def plan_facts(plan: Plan) -> list[tuple[str, str]]:
 
 
 def plan_estimates(plan: Plan) -> Table:
-    table = Table("what if", "fits", "HBM", "step", "")
+    table = Table("what if", "fits", "HBM", "step", "tokens/s", "")
+    for name in ("HBM", "step", "tokens/s"):
+        next(each for each in table.columns if each.header == name).justify = "right"
     for row in plan.what_if:
-        fits = "yes" if row.fits else "no"
-        seconds = f"{row.step_seconds:.3g} s"
-        table.add_row(row.label, fits, format_bytes(row.peak_bytes), seconds, row.change)
+        fits, speed = "yes" if row.fits else "no", f"{row.tokens_per_second:,.0f}"
+        figures = (format_bytes(row.peak_bytes), format_seconds(row.step_seconds), speed)
+        table.add_row(row.label, fits, *figures, row.change)
     return table

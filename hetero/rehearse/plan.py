@@ -29,10 +29,13 @@ from hetero.rehearse.rehearsal import (
     update_seconds,
 )
 from hetero.rehearse.twin import batch_twin, twin_of
-from hetero.rehearse.whatif import ENDLESS, Baseline, what_if, without_hetero
+from hetero.rehearse.variants import adapted, named
+from hetero.rehearse.whatif import ENDLESS, Baseline, on_its_clock, what_if, without_hetero
 from hetero.report.examine import PREDICTED, WHATIF, examine
-from hetero.report.measure import Summary, measure, summarize
-from hetero.report.views import Sidecar, WhatIf
+from hetero.report.measure import NS, Measured, Summary, measure, summarize
+from hetero.report.peaks import Peak
+from hetero.report.run import Run
+from hetero.report.views import REHEARSED, Sidecar, WhatIf
 from hetero.train.engine.budget import CUDA_RESIDENT
 from hetero.train.update.trial import check_optimizer
 from hetero.types import Kind, Tier, format_bytes
@@ -68,6 +71,8 @@ class TierPlan:
     peak_bytes: int
     kinds: dict[str, int]
     """The most bytes of each kind; their peaks may be at different times."""
+    at_peak: dict[str, int]
+    """Bytes of each category when the tier held most; they add up to ``peak_bytes``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +99,8 @@ class Plan:
     disk_write_bytes: int
     """Per step."""
     drive_life_steps: float | None
-    """Steps until the drives' endurance is spent; None: unknown, or nothing is written."""
+    """Steps until the drives' endurance, or that of a usual drive where the profile does not say
+    it, is spent; None: nothing is written."""
     policies: dict[str, int]
     """How many units have each policy."""
     settings: dict[str, Any]
@@ -115,8 +121,7 @@ class Plan:
 
     def write(self, path: str | Path) -> None:
         """Write the report of the rehearsal as HTML, with estimates of other settings."""
-        made = examine(self.rehearsal.run)
-        replace(made, sidecar=Sidecar(whatif=self.what_if)).write(path)
+        examine(self.rehearsal.run, Sidecar(whatif=self.what_if)).write(path)
 
     def write_beside(self, directory: str | Path) -> None:
         """Write the plan into the directory of a run, for its report to compare."""
@@ -138,7 +143,8 @@ def plan(
     model_or_config: nn.Module | Mapping[str, Any] | str | Path,
     batch: Any = None,
     *,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: torch.optim.Optimizer | str | None = None,
+    lora_rank: int | None = None,
     loss: Callable[[Any], torch.Tensor] | None = None,
     config: Settings = None,
     estimates: bool = True,
@@ -156,7 +162,9 @@ def plan(
         batch: the model's arguments: a mapping of keyword arguments, a sequence of positional ones,
             or one tensor. For a Hugging Face model it may be ``(samples, positions)``; None: one
             sample of 1024.
-        optimizer: over the module's parameters; None: AdamW.
+        optimizer: over the module's parameters, or the name of one (``"adamw8bit"``); None: AdamW.
+        lora_rank: plan low-rank adapters of this rank (PEFT) at all linear modules, and the model
+            frozen (``frozen="nf4"``: in four bits); None: it is trained as it is.
         loss: makes a scalar of the model's output; None: its ``loss``, its first scalar, or the sum
             of its first tensor.
         config: a `Config`, a mapping, or a TOML or YAML file; ``settings`` go on top.
@@ -171,6 +179,15 @@ def plan(
     known = Config.load(config, **settings)
     profile = machine(known)
     described = describe(model_or_config, batch)
+    if lora_rank is not None:
+        if isinstance(optimizer, torch.optim.Optimizer):
+            raise ConfigError(
+                "the optimizer is not over the adapters that lora_rank= plans",
+                advice="name one, as optimizer='adamw', or pass a model that has adapters",
+            )
+        described = replace(described, model=adapted(described.model, lora_rank))
+    if isinstance(optimizer, str):
+        optimizer = named(optimizer, described.model)
     scene = scene_of(described, optimizer, loss, known, profile)
     estimates = estimates and ranks_of(known.mesh, profile).size == 1  # they are of one rank
     return drawn(scene, described, until_it_fits(scene), estimates)
@@ -294,37 +311,38 @@ def drawn(
 ) -> Plan:
     """Return the plan of a rehearsal that fits."""
     found, config, shortfalls = fitting
-    summary = summarize(measure(found.run))
+    tokens = tokens_of(scene)
+    needed = {row.tier: row.needed_bytes for row in shortfalls}
+    found = replace(found, run=with_limits(scene, found, needed, tokens))
+    measured = measure(found.run)  # all figures are those of the plan's page
+    summary = summarize(measured)
+    step_seconds, life = measured.step_seconds, measured.drive_life
     paged = as_paged(scene, found) if estimates and not found.uses else found
     peak_flops = peak_of(scene)
     plain = plain_step(scene, found.blueprint) if estimates or peak_flops is not None else None
-    tokens = tokens_of(scene)
-    written = dict(found.steps[-1].lane_bytes).get("write", 0)
-    life = scene.profile.drive_life_steps(written) if written else None
-    needed = {row.tier: row.needed_bytes for row in shortfalls}
     return Plan(
         model=described.name,
         n_params=sum(p.numel() for p in scene.model.parameters()),
         profile=scene.profile.name,
         fits=not shortfalls,
         shortfalls=shortfalls,
-        tiers=tuple(tier_plan(scene, found, tier, needed) for tier in tiers_of(found)),
-        step_seconds=found.step_seconds,
+        tiers=tuple(tier_plan(found, peak) for peak in measured.peaks.values()),
+        step_seconds=step_seconds,
         start_seconds=start_seconds(scene, found),
-        first_step_seconds=found.steps[0].seconds,
+        first_step_seconds=measured.steps.all[0].wall_ns / NS,
         tokens=tokens,
-        tokens_per_second=tokens / found.step_seconds if found.step_seconds else 0.0,
+        tokens_per_second=tokens / step_seconds if step_seconds else 0.0,
         bottleneck=bottleneck(summary),
         shares=summary.time,
-        disk_write_bytes=written,
-        drive_life_steps=life,
+        disk_write_bytes=round(summary.traffic.disk_write_bytes),
+        drive_life_steps=None if life is None else life.steps,
         policies=dict(Counter(found.policies.values())),
         settings=settings_of(config),
         what_if=(
-            as_rehearsed(found, shortfalls),
+            as_rehearsed(measured, shortfalls, tokens),
             *(estimates_of(scene, described, paged, needed, plain) if estimates else ()),
         ),
-        mfu=mfu_of(plain, found.step_seconds, peak_flops),
+        mfu=mfu_of(plain, step_seconds, peak_flops),
         rehearsal=found,
     )
 
@@ -341,14 +359,22 @@ def start_seconds(scene: Scene, found: Rehearsal) -> float | None:
     return locking + weights / host.dram_bytes_per_second.value
 
 
-def tiers_of(found: Rehearsal) -> list[Tier]:
-    return [tier for tier in (Tier.HBM, Tier.HOST, Tier.NVME) if found.peaks[tier]]
+def with_limits(scene: Scene, found: Rehearsal, needed: Mapping[str, int], tokens: int) -> Run:
+    """Return the rehearsed run with the limits of all its tiers: its budgets, or the machine's."""
+    meta = found.run.meta
+    budgets = {
+        name: meta.budgets.get(name) or needed.get(name) or budget(scene, field)
+        for name, field in BUDGETS.items()
+    }
+    if scene.config.device == "cpu":  # it and HBM are one RAM
+        budgets["HBM"] = meta.budgets.get("HBM")
+    return replace(found.run, meta=replace(meta, budgets=budgets, step_tokens=tokens))
 
 
-def tier_plan(scene: Scene, found: Rehearsal, tier: Tier, needed: Mapping[str, int]) -> TierPlan:
+def tier_plan(found: Rehearsal, peak: Peak) -> TierPlan:
+    tier = Tier[peak.tier]
     kinds = {kind.value: found.kinds[tier, kind] for kind in Kind if found.kinds[tier, kind]}
-    limit = needed.get(tier.name) or budget(scene, BUDGETS[tier.name])
-    return TierPlan(tier.name, limit, found.peaks[tier], kinds)
+    return TierPlan(peak.tier, peak.budget_bytes, peak.n_bytes, kinds, dict(peak.categories))
 
 
 def tokens_of(scene: Scene) -> int:
@@ -393,16 +419,20 @@ def estimates_of(
     """Return estimates of other settings; of a model that stays, as if it were paged."""
     if not paged.uses:
         return ()
-    baseline = baseline_of(scene, paged, needed)
+    baseline = on_its_clock(baseline_of(scene, paged, needed), paged.step_seconds)
     rows = what_if(baseline, described.samples, described.positions)
-    return [*([without_hetero(baseline.hbm_bytes, plain)] if plain is not None else []), *rows]
+    if plain is None:
+        return [*rows]
+    return [without_hetero(baseline.hbm_bytes, plain, baseline.tokens), *rows]
 
 
-def as_rehearsed(found: Rehearsal, shortfalls: Sequence[Shortfall]) -> WhatIf:
+def as_rehearsed(measured: Measured, shortfalls: Sequence[Shortfall], tokens: int) -> WhatIf:
     """Return the row of the plan itself, which is no estimate."""
     said = "; ".join(f"{row.tier} is {format_bytes(row.short_bytes)} short" for row in shortfalls)
-    peak = found.peaks[Tier.HBM]
-    return WhatIf("as planned", not shortfalls, peak, found.step_seconds, said)
+    seconds, hbm = measured.step_seconds, measured.peaks.get("HBM")
+    speed = tokens / seconds if seconds else 0.0
+    peak = 0 if hbm is None else hbm.n_bytes
+    return WhatIf("as planned", not shortfalls, peak, seconds, said, speed, REHEARSED)
 
 
 def as_paged(scene: Scene, found: Rehearsal) -> Rehearsal:
@@ -449,6 +479,7 @@ def baseline_of(scene: Scene, found: Rehearsal, needed: Mapping[str, int]) -> Ba
         disk_bytes=(budget(scene, "nvme_bytes") or ENDLESS) if scene.config.nvme else 0,
         compute_seconds=3 * forward,
         update_seconds=update_seconds(scene.profile, blueprint, sum(b.numel for b in trainable)),
+        tokens=tokens_of(scene),
         profile=scene.profile,
         needed=dict(needed),
     )

@@ -32,9 +32,10 @@ from hetero.rehearse.disk import DryDisk, open_dry_pool
 from hetero.rehearse.failures import explaining
 from hetero.rehearse.kernels import AsOn
 from hetero.rehearse.mirror import mirrored, ranks_of
+from hetero.rehearse.staying import Staying
 from hetero.rehearse.twin import twin_of
 from hetero.rehearse.worker import DryWorker
-from hetero.report.profile import ceilings, meta_of
+from hetero.report.profile import ceilings, meta_of, rated_write_bytes
 from hetero.report.run import Meta, Run
 from hetero.train.activations.meter import LiveBytes
 from hetero.train.engine.assemble import assemble
@@ -152,26 +153,27 @@ def rehearse(scene: Scene) -> Rehearsal:
         depth=scene.depth,
         activation_share=scene.activation_share,
         homes_on_hbm=scene.homes_on_hbm,
+        events=None,
     )
     if disk is not None:
         tuning.open_pool = partial(open_dry_pool, disk)
     engine = assemble(scene.model, scene.optimizer, config, device, blueprint, tuning, comm)
     device.ram_used = lambda: comm.n_local * engine.setup.ledger.used(Tier.HOST)
     # the engine counts no activations of a model that stays
-    beside = None if paged_of(engine) is not None else LiveBytes()
+    staying = None if paged_of(engine) is not None else Staying(engine)
     steps: list[RehearsedStep] = []
     error = None
     with AsOn(is_cuda=device.is_cuda):
         try:
             while not is_settled(steps) and len(steps) < MOST_STEPS:
-                with beside or nullcontext(), explaining(type(scene.model).__name__):
-                    steps.append(one_step(scene, engine, device))
+                counting = nullcontext() if staying is None else staying.live
+                with counting, explaining(type(scene.model).__name__):
+                    steps.append(one_step(scene, engine, device, staying))
         except BudgetError as found:
             error = found
         finally:
             engine.residence.close()  # a plan keeps the twin, and torch its own functions
-    extra = 0 if beside is None else beside.peak
-    ended = outcome(engine, scene.profile, steps, error, extra)
+    ended = outcome(engine, scene.profile, steps, error, staying)
     return replace(ended, locked_bytes=device.newly_locked_bytes if device.is_cuda else 0)
 
 
@@ -304,21 +306,26 @@ def disk_seconds(profile: MachineProfile, lane: Lane, n_bytes: int, both_ways: b
     return profile.write_seconds(n_bytes, before, both_ways=both_ways)
 
 
-def one_step(scene: Scene, engine: Engine, device: DryDevice) -> RehearsedStep:
+def one_step(
+    scene: Scene, engine: Engine, device: DryDevice, staying: Staying | None = None
+) -> RehearsedStep:
     """Train one step and return its measurements."""
     began = device.clock()
     paged = isinstance(engine.residence, Paged)
     n_here = 1 if device.is_cuda else engine.setup.comm.n_local
     counted = paged and device.copies_here
     with OpClock(device, scene.profile, counted=counted, n_sharing=n_here) as clock:
-        with nullcontext() if paged else phase(engine, "forward"):
+        with nullcontext() if paged else phase(engine, "forward", staying):
             loss = scene.loss(scene.model(*scene.args, **scene.kwargs))
         if scene.optimizer is not None:
-            with nullcontext() if paged else phase(engine, "backward"):
+            with nullcontext() if paged else phase(engine, "backward", staying):
                 run_backward(loss)
     del loss
     if engine.optimizer is not None:
-        with nullcontext() if paged else OpClock(device, scene.profile):
+        with (
+            nullcontext() if paged else OpClock(device, scene.profile),
+            nullcontext() if staying is None else staying.during("step"),
+        ):
             engine.optimizer.step()
         engine.optimizer.zero_grad()
     stats, residence = engine.setup.stats, engine.residence
@@ -338,10 +345,11 @@ def one_step(scene: Scene, engine: Engine, device: DryDevice) -> RehearsedStep:
 
 
 @contextmanager
-def phase(engine: Engine, name: str) -> Iterator[None]:
+def phase(engine: Engine, name: str, staying: Staying | None) -> Iterator[None]:
     """Log a phase of a model that stays, which the engine does not log."""
     engine.setup.log.phase = name
-    with engine.setup.log.during(What.PHASE, why=name):
+    counting = nullcontext() if staying is None else staying.during(name)
+    with engine.setup.log.during(What.PHASE, why=name), counting:
         yield
     engine.setup.log.phase = "between"
 
@@ -349,15 +357,6 @@ def phase(engine: Engine, name: str) -> Iterator[None]:
 def is_settled(steps: Sequence[RehearsedStep]) -> bool:
     """Whether the next step will be as the last one."""
     return len(steps) >= LEAST_STEPS and steps[-2].is_decided and steps[-1].is_like(steps[-2])
-
-
-def staying(blueprint: Blueprint, n_bytes: int) -> dict[tuple[Tier, Kind], int]:
-    """Return the bytes on a device by kind, without the parameters that stay there."""
-    trained = [(b.numel, b.n_bytes, blueprint.costs[b.id]) for b in blueprint.layout.buckets]
-    grads = sum(size for _, size, costs in trained if costs.grad)
-    states = sum(numel * costs.state for numel, _, costs in trained)
-    kinds = {Kind.GRAD: grads, Kind.STATE: states, Kind.ACTIVATION: n_bytes - grads - states}
-    return {(Tier.HBM, kind): max(0, size) for kind, size in kinds.items()}
 
 
 def paged_of(engine: Engine) -> Paged | None:
@@ -372,9 +371,9 @@ def outcome(
     profile: MachineProfile,
     steps: Sequence[RehearsedStep],
     error: BudgetError | None,
-    beside_bytes: int,
+    staying: Staying | None,
 ) -> Rehearsal:
-    """Return how it went; the ledger does not know ``beside_bytes`` on the device."""
+    """Return how it went; the ledger does not know what ``staying`` counted on the device."""
     ledger = engine.setup.ledger
     names = engine.setup.blueprint.layout.unit_names
     policies = {
@@ -382,7 +381,10 @@ def outcome(
     }
     uses: tuple[Use, ...] = ()
     working = end = 0
-    run = Run.of(meta_as_predicted(engine, profile), engine.setup.log.drain())
+    settled = max(0, len(steps) - 1)  # the last step is the one that is as all that follow
+    meta = replace(meta_as_predicted(engine, profile), warmup=settled)
+    run = Run.of(meta, engine.setup.log.drain())
+    extra = 0 if staying is None else staying.live.peak
     paged = paged_of(engine)
     if paged is not None:
         forecast = paged.fitting.forecast
@@ -395,10 +397,10 @@ def outcome(
         end = forecast.behind_bytes(goes_down=False)
     return Rehearsal(
         steps=tuple(steps),
-        peaks={t: ledger.peak(t) + beside_bytes * (t is Tier.HBM) for t in TIERS},
+        peaks={t: ledger.peak(t) + extra * (t is Tier.HBM) for t in TIERS},
         kinds={
             **{(tier, kind): ledger.peak(tier, kind) for tier in TIERS for kind in Kind},
-            **(staying(engine.setup.blueprint, beside_bytes) if beside_bytes else {}),
+            **({} if staying is None else {(Tier.HBM, k): n for k, n in staying.most.items()}),
         },
         blueprint=engine.setup.blueprint,
         policies=policies,
@@ -419,6 +421,7 @@ def meta_as_predicted(engine: Engine, profile: MachineProfile) -> Meta:
         profile=profile.name,
         profile_sha256=sha256(profile),
         ceilings=ceilings(profile),
+        rated_write_bytes=rated_write_bytes(profile),
     )
 
 

@@ -2,7 +2,8 @@
 
 Activations and compute grow with the tokens of a step; parameters and states do not. The runtime's
 own choice of policies decides the fit. A step takes as long as its busiest lane (T10 of the
-planner's equations): the estimate leaves out how well lanes overlap.
+planner's equations), times what the rehearsed step took beyond its own estimate: so the rows are on
+the plan's clock, and lanes are taken to overlap as well as they did there.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from functools import partial
 from hetero.plan.activations import RECOMPUTE, Policy, Use, choose, cost_seconds, peak_bytes
 from hetero.plan.machine import MachineProfile
 from hetero.rehearse.rehearsal import PlainStep
-from hetero.report.views import WhatIf
+from hetero.report.views import REHEARSED, WITHOUT, WhatIf
+from hetero.report.words import format_count
 from hetero.types import Lane, format_bytes
 
 ENDLESS = 2**62  # bytes of a disk without a budget
@@ -48,6 +50,10 @@ class Baseline:
     compute_seconds: float
     """Of a step in which nothing is computed again."""
     update_seconds: float
+    tokens: float
+    """Of a step; samples if there are no tokens."""
+    late: float = 1.0
+    """How many times its estimate the rehearsed step took."""
     profile: MachineProfile
     needed: dict[str, int]
     """Bytes of the tiers that are too small, with which the plan is one that fits."""
@@ -88,19 +94,21 @@ def what_if(baseline: Baseline, micro_batch: int, sequence: int) -> Iterator[Wha
         yield estimate("without a disk", replace(baseline, disk_bytes=0))
     elif baseline.profile.nvme is not None:
         yield estimate("with the drive, as nvme=", replace(baseline, disk_bytes=ENDLESS))
-    for ranks in RANKS:
+    for ranks in RANKS if baseline.profile.gpu is not None else ():
         # the homes are shared, and each GPU has a link and a batch of its own
         one = estimate(f"{ranks} GPUs in this machine", baseline)
         said = f"{ranks} times the tokens a step, by a plan with --ranks {ranks}"
-        yield replace(one, change=said if one.fits else one.change)
+        change, speed = said if one.fits else one.change, ranks * one.tokens_per_second
+        yield replace(one, change=change, tokens_per_second=speed)
 
 
-def without_hetero(hbm_bytes: int, plain: PlainStep) -> WhatIf:
-    """Return the estimate of the same step with everything on the device."""
+def without_hetero(hbm_bytes: int, plain: PlainStep, tokens: float) -> WhatIf:
+    """Return the row of the same step with everything on the device, operation by operation."""
     short = plain.peak_bytes - hbm_bytes
     said = f"HBM is {format_bytes(short)} short; " if short > 0 else ""
     said += f"peak in {plain.phase}"
-    return WhatIf("without hetero", short <= 0, plain.peak_bytes, plain.seconds, said)
+    speed = tokens / plain.seconds if plain.seconds else 0.0
+    return WhatIf(WITHOUT, short <= 0, plain.peak_bytes, plain.seconds, said, speed, REHEARSED)
 
 
 def estimate(label: str, baseline: Baseline, policies: Sequence[Policy] | None = None) -> WhatIf:
@@ -117,7 +125,15 @@ def estimate(label: str, baseline: Baseline, policies: Sequence[Policy] | None =
         problems.append(f"RAM and disk are {format_bytes(short)} short")
     spilled = max(0, baseline.home_bytes - baseline.host_bytes)
     said = "; ".join(problems) or (f"{format_bytes(spilled)} on disk" if spilled else "")
-    return WhatIf(label, not problems, peak, step_seconds(baseline, chosen), said)
+    seconds = baseline.late * step_seconds(baseline, chosen)
+    speed = baseline.tokens / seconds if seconds else 0.0
+    return WhatIf(label, not problems, peak, seconds, said, speed)
+
+
+def on_its_clock(baseline: Baseline, step_seconds: float) -> Baseline:
+    """Return the baseline whose estimate of the rehearsed step is what that step took."""
+    said = estimate("", replace(baseline.enough, late=1.0)).step_seconds
+    return replace(baseline, late=step_seconds / said) if said else baseline
 
 
 def choice(baseline: Baseline, room_bytes: int) -> list[Policy]:
@@ -165,6 +181,7 @@ def scaled(baseline: Baseline, times: float) -> Baseline:
     return replace(
         baseline,
         uses=uses,
+        tokens=baseline.tokens * times,
         working_bytes=int(baseline.working_bytes * times),
         end_bytes=int(baseline.end_bytes * times),
         compute_seconds=baseline.compute_seconds * times,
@@ -211,7 +228,7 @@ def deepest(baseline: Baseline) -> WhatIf:
         low, high = (middle, high) if fits(middle) else (low, middle)
     found = deeper(baseline, max(low, DEPTH_APART))
     least = "at least " if low == DEEPEST else ""
-    label = f"largest model: {least}{found.numel / 1e9:.3g} B parameters"
+    label = f"largest model: {least}{format_count(found.numel)} parameters"
     return replace(estimate(label, found), fits=low > 0, change=f"{low:.3g} times as deep")
 
 

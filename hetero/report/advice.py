@@ -24,9 +24,10 @@ from hetero.report.words import (
 from hetero.types import format_bytes
 
 WORTH = 0.01  # of a step
+STATES = ("param", "grad", "master", "state")
 ROOMY = 0.1  # of a budget
 MOST = 3
-RATED_TBW = 600  # terabytes that a usual drive of 1 TB is rated for
+SHORT_LIFE = 100_000  # steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,31 @@ def advise(measured: Measured) -> tuple[Advice, ...]:
     least = WORTH * measured.step_seconds
     worth = [a for a in found if a.gain_seconds >= least or not a.gain_seconds]
     return tuple(sorted(worth, key=lambda a: -a.gain_seconds)[:MOST])
+
+
+def headline(measured: Measured, plain_seconds: float | None = None) -> str:
+    """Return the sentence to send: what trained in how much memory, and how fast.
+
+    ``plain_seconds`` is what the step takes without hetero, if a plan says it.
+    """
+    hbm, meta = measured.peaks.get("HBM"), measured.meta
+    if hbm is None:
+        return f"{meta.model or 'A model'}: the log does not say what was on the device."
+    held, states = format_bytes(hbm.n_bytes), meta.state_bytes
+    if not states:  # a model that is not managed, or a recording of an earlier version
+        below = [peak for tier, peak in measured.peaks.items() if tier != "HBM"] or [hbm]
+        states = sum(peak.categories.get(kind, 0) for peak in below for kind in STATES)
+    does = "train" if meta.kind == "predicted" else "trained"
+    said = f"{format_bytes(states)} of states {does} in {held} of HBM"
+    if meta.mode == "plain":
+        said = f"{held} of HBM held {format_bytes(states)} of states and all else"
+    speed, seconds = measured.tokens_per_second, measured.step_seconds
+    if speed is not None:
+        said += f", {speed:,.0f} tokens/s"
+    if plain_seconds and seconds:
+        more = 100 * (seconds / plain_seconds - 1)
+        said += f", {abs(more):.0f} % {'slower' if more >= 0 else 'faster'} than without hetero"
+    return f"{said}."
 
 
 def verdict(measured: Measured) -> str:
@@ -222,14 +248,12 @@ def spare_budget(measured: Measured) -> Iterator[Advice]:
 
 def wear(measured: Measured) -> Iterator[Advice]:
     """Writes wear out a drive."""
-    lane = measured.lane("write")
-    written = measured.per_step(lane.n_bytes) if lane is not None else 0
-    steps = RATED_TBW * 1e12 / written if written else float("inf")
-    if steps < 100_000:
+    life, lane = measured.drive_life, measured.lane("write")
+    if life is not None and lane is not None and life.steps < SHORT_LIFE:
         yield Advice(
-            f"mind the drive: {RATED_TBW} TB of rated writes last {steps:,.0f} steps",
+            f"mind the drive: {life.rated} last {life.steps:,.0f} steps",
             0.0,
-            f"{format_bytes(written)} are written a step",
+            f"{format_bytes(measured.per_step(lane.n_bytes))} are written a step",
         )
 
 

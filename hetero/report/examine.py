@@ -13,7 +13,7 @@ from rich.console import Console
 from hetero.errors import ConfigError
 from hetero.parse import Unparsable, json_of, read_text
 from hetero.report import terminal
-from hetero.report.advice import Advice, advise, verdict
+from hetero.report.advice import Advice, advise, headline, verdict
 from hetero.report.html import render
 from hetero.report.measure import Measured, Summary, figures, measure, summarize
 from hetero.report.run import EVENTS, MAX_META_BYTES, MAX_NUMBER, Run, known, storing
@@ -35,7 +35,7 @@ class RunReport:
 
     def show(self, console: Console) -> None:
         """Print the figures and what to try."""
-        terminal.show(console, self.measured, self.advice)
+        terminal.show(console, self.measured, self.advice, self.sidecar.plain_seconds)
 
     def write_files(self, output: str | None, png: str | None, perfetto: str | None) -> list[str]:
         """Write the requested files; returns their paths."""
@@ -62,12 +62,14 @@ class RunReport:
             page.with_name(SUMMARY).write_text(data + "\n", "utf-8")
 
 
-def examine(run_or_model: Any) -> RunReport:
+def examine(run_or_model: Any, beside: Sidecar | None = None) -> RunReport:
+    """Return what a run comes to, with what is ``beside`` it: by default, in its directory."""
     measured = measure(run_of(run_or_model))
     advice = advise(measured)
-    said = (verdict(measured), *(each.text for each in advice))
     folder = folder_of(run_or_model)
-    sidecar = Sidecar() if folder is None else sidecar_of(folder)
+    sidecar = beside or (Sidecar() if folder is None else sidecar_of(folder))
+    sentence = headline(measured, sidecar.plain_seconds)
+    said = (sentence, verdict(measured), *(each.text for each in advice))
     return RunReport(measured, summarize(measured, said), advice, sidecar)
 
 

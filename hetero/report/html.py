@@ -14,14 +14,17 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from hetero.report import views, words
-from hetero.report.advice import RATED_TBW, Advice, verdict
+from hetero.report.advice import Advice, headline, verdict
 from hetero.report.measure import NS, Measured, Summary, figures
 from hetero.report.peaks import unit_name
 from hetero.report.series import series_of
-from hetero.report.svg import WIDE, placed, plane_height
+from hetero.report.still import paint, still_curve, still_lanes, still_levels, still_stays
+from hetero.report.svg import WIDE, fits, placed, plane_height
 from hetero.report.traffic import BINS
+from hetero.report.values import curves
 from hetero.report.views import Sidecar
 from hetero.report.words import (
+    COPY_LANES,
     LIGHT,
     format_rate,
     format_seconds,
@@ -65,6 +68,12 @@ VIEWS = (
 LONGEST = 400  # rows of a table
 
 
+def has(view: View, sidecar: Sidecar) -> bool:
+    """Whether there is anything to show in a view: plans are next to few runs."""
+    there = {"whatif": sidecar.whatif, "predicted": sidecar.predicted}
+    return bool(there.get(view.name, True))
+
+
 def render(
     measured: Measured, summary: Summary, advice: tuple[Advice, ...], sidecar: Sidecar
 ) -> str:
@@ -83,6 +92,8 @@ def render(
             sidecar=sidecar,
             guesses=figures(sidecar.predicted),
             heading=meta.model or "a run",
+            found=summary.figures(),
+            shown=[view for view in VIEWS[1:] if has(view, sidecar)],
             about=", ".join(part for part in about if part),
             policy=policy(script, style),
             style=Markup(style),
@@ -118,7 +129,10 @@ def pages() -> Environment:
         part_label=part_label,
     )
     made.globals.update(
-        {each.__name__: each for each in (*ROWS, verdict, unit_name, tier_label, part_label)},
+        {
+            each.__name__: each
+            for each in (*ROWS, headline, verdict, unit_name, tier_label, part_label)
+        },
         **WORDS,
         VIEWS=VIEWS,
         LONGEST=LONGEST,
@@ -151,6 +165,25 @@ def figure(key: str, value: float) -> Markup | str:
     return format_rate(value) if key.endswith("per_second") else format_share(value)
 
 
+def keyed(found: Mapping[str, float], key: str) -> Markup:
+    """Return a figure of a summary for people, with its key and value for programs."""
+    return KEYED.format(key, found[key], said_of(key, found[key]))
+
+
+def said_of(key: str, value: float) -> str:
+    """Return a figure for people, in the unit that its key names."""
+    if key.endswith("_bytes"):
+        return format_bytes(value)
+    if key.endswith("_seconds"):
+        return format_seconds(value)
+    if key.endswith("bytes_per_second"):
+        return format_rate(value)
+    return f"{value:,.0f}" if value >= 100 else three(value)
+
+
+KEYED = Markup('<data data-key="{}" value="{}">{}</data>')
+
+
 def listed(values: Mapping[str, object], form: str) -> str:
     return ", ".join(form.format(name, value) for name, value in values.items())
 
@@ -158,7 +191,8 @@ def listed(values: Mapping[str, object], form: str) -> str:
 ROWS: tuple[Callable[..., Any], ...] = (
     *(views.allocated, views.by_step, views.charged, views.comings, views.compared, views.doubts),
     *(views.filled, views.leaves_of, views.off, views.parts_of, views.peak_colours),
-    *(views.refetches, views.step_parts, placed, plane_height, figure, listed),
+    *(views.peak_keys, views.refetches, views.step_parts, placed, plane_height, fits, figure),
+    *(keyed, listed, paint, still_curve, still_lanes, still_levels, still_stays, curves),
 )
 WORDS = {
     "BINS": BINS,
@@ -168,10 +202,11 @@ WORDS = {
     "NO_STEPS": views.NO_STEPS,
     "NS": NS,
     "PART_NOTES": words.PART_NOTES,
-    "RATED_TBW": RATED_TBW,
     "REASONS": words.REASONS,
     "UNATTRIBUTED": words.UNATTRIBUTED,
     "WIDE": WIDE,
+    "zip": zip,
+    "WITHOUT_WHY": words.WITHOUT_WHY,
 }
 
 
@@ -216,6 +251,7 @@ def colours(measured: Measured) -> Iterator[tuple[str, str]]:
     """Yield (name, colour) of everything that has a colour."""
     yield from ((tier, LIGHT.get(tier, LIGHT["HBM"])) for tier in (*LIGHT, *measured.timelines))
     yield from ((f"phase-{name}", colour) for name, colour in PHASES.items())
+    yield from ((f"lane-{lane}", part_colour(f"wait_{lane}")) for lane in COPY_LANES)
     yield from (("stay", STAY), ("ahead", AHEAD), ("miss", MISS))
     yield from ((f"part-{part}", part_colour(part)) for part in measured.parts)
     for tier, line in measured.timelines.items():

@@ -13,7 +13,17 @@ from hetero.report.peaks import Peak, peak_of
 from hetero.report.residency import Counts, Residency, counts_of, residency_of
 from hetero.report.run import Meta, Run
 from hetero.report.timing import Steps, steps_of, sums
-from hetero.report.traffic import Bound, LaneUse, LedgerRow, bound_of, lanes_of, ledger_of
+from hetero.report.traffic import (
+    Bound,
+    DriveLife,
+    LaneUse,
+    LedgerRow,
+    bound_of,
+    drive_life,
+    lanes_of,
+    ledger_of,
+)
+from hetero.report.values import TOKENS, told
 from hetero.report.words import TIERS
 
 SUMMARY_SCHEMA = 1
@@ -62,6 +72,18 @@ class Measured:
         return self.per_step(self.steady_ns) / NS
 
     @property
+    def tokens_per_second(self) -> float | None:
+        """None: unknown."""
+        seconds, steps = self.steady_ns / NS, self.steps
+        told_here = (
+            row.value
+            for row in told(self.run.values, TOKENS)
+            if steps.begin_ns <= row.t_ns < steps.end_ns
+        )
+        tokens = sum(told_here) or self.meta.step_tokens * self.steady_count
+        return tokens / seconds if tokens and seconds else None
+
+    @property
     def waited_ns(self) -> int:
         """Exposed: how long anything waited in all steady steps."""
         return sum(ns for part, ns in self.parts.items() if part.startswith("wait_"))
@@ -71,6 +93,12 @@ class Measured:
 
     def lane(self, name: str) -> LaneUse | None:
         return next((lane for lane in self.lanes if lane.lane == name), None)
+
+    @property
+    def drive_life(self) -> DriveLife | None:
+        """How long drives last; None if steady steps write nothing to disk."""
+        lane = self.lane("write")
+        return drive_life(self.meta, self.per_step(lane.n_bytes if lane is not None else 0))
 
     def h2d_params(self) -> int:
         """Return the parameter bytes that steady steps fetched."""
@@ -87,7 +115,7 @@ def measure(run: Run) -> Measured:
             "the run has no events: nothing was recorded",
             advice="train at least one step inside `with hetero.profile(model, directory):`",
         )
-    steps = steps_of(events)
+    steps = steps_of(events, run.meta.warmup)
     residency = residency_of(events, run.meta)
     # a plain model's activations are counted, not reserved: LIVE repeats LEVEL
     split = run.meta.mode != "plain"
@@ -142,6 +170,8 @@ class StepFigures:
     exposed_seconds: float
     """Mean time of waits."""
     exposed_share: float
+    tokens_per_second: float | None = None
+    """Samples, if a step has no tokens; None: nobody said how many a step has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,6 +299,7 @@ def step_figures(measured: Measured) -> StepFigures:
         walls[-1],
         measured.per_step(waited_ns) / NS,
         waited_ns / steady_ns if steady_ns else 0.0,
+        measured.tokens_per_second,
     )
 
 

@@ -1,8 +1,8 @@
 """The peak of each tier: its moment, and its bytes by category and by module.
 
-The log proves three owners: the module of a bucket's replica (ALLOC, FREE), the module of a
-parameter if all of them lie in the tier, and the module during whose access LIVE grew. The rest of
-a category is shown without a module.
+The log proves four owners: the module of a bucket's replica (ALLOC, FREE), the module of a
+parameter, or of a gradient, master or state, if all of its kind lie in the tier, and the module
+during whose access LIVE grew. The rest of a category is shown without a module.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from hetero.report.levels import Timeline
 from hetero.report.residency import Residency
 from hetero.report.run import Meta
 from hetero.report.timing import Steps
+
+HOMES = ("grad", "master", "state")
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +105,10 @@ def owners(
     owned: dict[tuple[str, str], int] = {}
     for module, n_bytes in parameters(tier, meta, residency, t_ns):
         owned["param", module] = owned.get(("param", module), 0) + n_bytes
+    for bucket in meta.buckets:
+        for kind, n_bytes in bucket.kinds.items():
+            home = kind, unit_name(meta, bucket.unit)
+            owned[home] = owned.get(home, 0) + n_bytes
     live = [e for e in events if e.what == What.LIVE.value and e.tier == tier and e.t_ns <= t_ns]
     for unit, n_bytes in held_by(live).items():
         owned["activation", unit_name(meta, unit)] = n_bytes
@@ -156,6 +162,8 @@ def shares_of(categories: dict[str, int], owned: dict[tuple[str, str], int]) -> 
         claims = {m: n for (c, m), n in owned.items() if c == category and m and n}
         if sum(claims.values()) > n_bytes:
             claims = {}
+        elif category in HOMES and sum(claims.values()) < n_bytes:
+            claims = {}  # other homes are there, too: which ones, the log does not say
         shares += [Share(category, module, n) for module, n in claims.items()]
         shares.append(Share(category, "", n_bytes - sum(claims.values())))
     found = [share for share in shares if share.n_bytes]

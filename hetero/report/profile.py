@@ -18,12 +18,14 @@ from hetero.api import update_place
 from hetero.config import Config
 from hetero.errors import ConfigError, StateError
 from hetero.events import EventLog
+from hetero.memory.layout import Bucket
 from hetero.plan.hardware import find, sha256
 from hetero.plan.machine import MachineProfile
 from hetero.report.plain import watch
 from hetero.report.run import BucketMeta, Meta, Recorder, Run
 from hetero.train.engine.engine import Engine
 from hetero.train.model.units import MARK
+from hetero.types import Kind
 from hetero.version import __version__
 
 _one = threading.Lock()  # held while a block is open: two blocks would count each other's bytes
@@ -32,9 +34,18 @@ _one = threading.Lock()  # held while a block is open: two blocks would count ea
 class Profile:
     """A run being recorded, or recorded."""
 
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
+    def __init__(self, recorder: Recorder) -> None:
+        self.directory = recorder.directory
         """Directory of ``meta.json`` and ``events.jsonl.gz``."""
+        self._recorder = recorder
+
+    def note(self, **values: float) -> None:
+        """Tell what a step came to, for the report to show next to the tiers.
+
+        Each name is a curve: ``run.note(loss=loss.item(), tokens=batch.numel())``. Of ``tokens``
+        the report shows the rate, and their mean over steady steps.
+        """
+        self._recorder.note(values)
 
     def load(self) -> Run:
         """Return the recorded run, after the block."""
@@ -97,7 +108,7 @@ def profile(
         if plan is not None:
             plan.write_beside(folder)
         try:
-            yield Profile(folder)
+            yield Profile(recorder)
         finally:
             recorder.close()
             recorder.write_meta(meta())  # a step may have made more of it resident
@@ -155,16 +166,28 @@ def meta_of(engine: Engine) -> Meta:
         locked_bytes=engine.setup.device.locked_bytes(),
         budgets={tier.name: limit for tier, limit in engine.setup.ledger.budgets.items()},
         units=list(layout.unit_names),
-        buckets=[
-            BucketMeta(b.unit, b.n_bytes, b.numel, b.trainable, b.home_bytes)
-            for b in layout.buckets
-        ],
+        buckets=[bucket_meta(engine, bucket) for bucket in layout.buckets],
         rank=engine.setup.comm.rank,
         n_ranks=engine.setup.comm.size,
         versions=versions(),
         settings=given(engine.setup.config),
         **hardware(engine.setup.config.profile),
     )
+
+
+def bucket_meta(engine: Engine, bucket: Bucket) -> BucketMeta:
+    """Return the description of a bucket."""
+    blueprint = engine.setup.blueprint
+    costs, unit = blueprint.costs[bucket.id], blueprint.layout.unit_names[bucket.unit]
+    sizes = {
+        Kind.GRAD: bucket.dtype.itemsize if costs.grad else 0,
+        Kind.MASTER: costs.master,
+        Kind.STATE: costs.state,
+    }
+    kinds = {kind.value: bucket.share_numel * size for kind, size in sizes.items() if size}
+    names = [segment.spec.name.removeprefix(f"{unit}.") for segment in bucket.segments]
+    shape = (bucket.unit, bucket.n_bytes, bucket.numel, bucket.trainable, bucket.home_bytes)
+    return BucketMeta(*shape, kinds, names)
 
 
 def hardware(name: str | None) -> dict[str, Any]:
@@ -176,6 +199,7 @@ def hardware(name: str | None) -> dict[str, Any]:
         "profile": profile.name,
         "profile_sha256": sha256(profile),
         "ceilings": ceilings(profile),
+        "rated_write_bytes": rated_write_bytes(profile),
     }
 
 
@@ -189,6 +213,12 @@ def ceilings(profile: MachineProfile) -> dict[str, float]:
         found["read"] = profile.nvme.read_bytes_per_second.value
         found["write"] = profile.nvme.write_bytes_per_second.value
     return found
+
+
+def rated_write_bytes(profile: MachineProfile) -> int | None:
+    """Return the bytes that a machine's drives are rated to take; None: unknown."""
+    rated = profile.nvme.tbw_bytes if profile.nvme is not None else None
+    return None if rated is None else int(rated.value)
 
 
 def given(config: Config) -> dict[str, object]:

@@ -20,6 +20,7 @@ from hetero.report.html import asset, pages, palette, policy
 from hetero.report.measure import NS, Measured
 from hetero.report.run import META, storing
 from hetero.report.words import format_seconds, format_share
+from hetero.types import format_bytes
 from hetero.version import __version__
 
 UNKNOWN = -1
@@ -121,14 +122,12 @@ class RankReports:
             table.add_column(name, justify="right")
         for each in self.measured:
             still, ranks = each.waited_ns, each.parts.get("wait_ranks", 0)
-            peaks = [
-                each.peaks[tier].n_bytes / 2**30 for tier in ("HBM", "HOST") if tier in each.peaks
-            ]
+            peaks = [each.peaks[tier].n_bytes for tier in ("HBM", "HOST") if tier in each.peaks]
             table.add_row(
                 str(each.meta.rank),
                 format_seconds(each.step_seconds),
                 *(format_seconds(each.per_step(ns) / NS) for ns in (still, ranks)),
-                *(f"{peak:.2f} GiB" for peak in peaks),
+                *map(format_bytes, peaks),
             )
         console.print(table)
 

@@ -11,7 +11,7 @@ import gzip
 import json
 import threading
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -22,6 +22,8 @@ from hetero.errors import ConfigError, StorageError
 from hetero.events import Event, EventLog, What
 from hetero.io import failed, make_folder
 from hetero.parse import Unparsable, json_of, read_text
+from hetero.report.timing import WARMUP
+from hetero.report.values import VALUES, Value, append_values, read_values
 from hetero.report.words import COPY_LANES
 
 SCHEMA = 1
@@ -48,6 +50,10 @@ class BucketMeta:
     trainable: bool
     home_bytes: int | None = None
     """Bytes at home and on the link; None: as in frames."""
+    kinds: dict[str, int] = field(default_factory=dict)
+    """Bytes at home by kind, but for its parameters: gradients, masters, states."""
+    names: list[str] = field(default_factory=list)
+    """Of its parameters, without the name of the unit that begins them."""
 
     @property
     def moved_bytes(self) -> int:
@@ -86,6 +92,12 @@ class Meta:
     versions: dict[str, str] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
     columns: tuple[str, ...] = COLUMNS
+    warmup: int = WARMUP
+    """Steps left out of steady figures, from the beginning."""
+    step_tokens: int = 0
+    """Tokens of a step, samples if there are none; 0: unknown."""
+    rated_write_bytes: int | None = None
+    """Bytes that the drives are rated to take in their life; None: unknown."""
     rank: int = 0
     n_ranks: int = 1
     """That share the model."""
@@ -107,6 +119,13 @@ class Meta:
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
 
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of parameters, gradients, masters and states at home; 0: unknown."""
+        known = any(bucket.kinds for bucket in self.buckets)
+        homes = (bucket.moved_bytes + sum(bucket.kinds.values()) for bucket in self.buckets)
+        return sum(homes) if known else 0
+
 
 @dataclass(frozen=True, slots=True)
 class Run:
@@ -116,9 +135,11 @@ class Run:
     events: list[Event]
     dropped: int = 0
     """Events that the ring lost before they were drained."""
+    values: tuple[Value, ...] = ()
+    """What the loop told: its loss, its tokens."""
 
     @classmethod
-    def of(cls, meta: Meta, events: Iterable[Event]) -> Run:
+    def of(cls, meta: Meta, events: Iterable[Event], values: Iterable[Value] = ()) -> Run:
         """Return a run of these events, in any order."""
         rows = list(events)
         seqs = {row.seq for row in rows}
@@ -126,7 +147,7 @@ class Run:
         seqs = {seq for seq in seqs if seq >= first}  # an access may be older than the log
         missing = max(seqs) + 1 - first - len(seqs) if seqs else 0
         rows.sort(key=lambda row: (row.t_ns, row.seq))
-        return cls(meta, rows, missing)
+        return cls(meta, rows, missing, tuple(values))
 
     @classmethod
     def load(cls, directory: str | Path) -> Run:
@@ -148,7 +169,7 @@ class Run:
                 f"{folder} is no run: {error}",
                 advice=f"name a directory with {META} and {EVENTS} in it",
             ) from error
-        return cls.of(meta, read_events(folder / EVENTS, meta))
+        return cls.of(meta, read_events(folder / EVENTS, meta), read_values(folder))
 
 
 def read_events(path: Path, meta: Meta) -> Iterator[Event]:
@@ -257,6 +278,7 @@ class Recorder:
         self._failed: OSError | None = None
         with storing(self.directory):
             make_folder(self.directory, mode=0o777).close()  # checkpoints may lie in it
+            (self.directory / VALUES).unlink(missing_ok=True)  # of an earlier recording
             self.write_meta(meta)
             self._file = gzip.GzipFile(self.directory / EVENTS, "wb", compresslevel=1)
         self._thread = threading.Thread(target=self._go, name="hetero-events", daemon=True)
@@ -268,6 +290,11 @@ class Recorder:
         with storing(self.directory):
             (self.directory / META).write_text(json.dumps(known.as_json(), indent=1))
 
+    def note(self, values: Mapping[str, float]) -> None:
+        """Write what the loop tells, now."""
+        with storing(self.directory):
+            append_values(self.directory, round(self._log.clock() * 1e9), values)
+
     def _go(self) -> None:
         try:
             while not self._closed.wait(PERIOD_SECONDS):
@@ -275,10 +302,10 @@ class Recorder:
         except OSError as error:
             self._failed = error  # training goes on; `close` raises it
 
-    def flush(self) -> None:
-        """Write the events in the ring."""
+    def flush(self, *, last: bool = False) -> None:
+        """Write the events in the ring whose times are known; the ``last`` time all of them."""
         with self._lock:
-            lines = [encode(row) for row in self._log.drain()]
+            lines = [encode(row) for row in self._log.drain(last=last)]
             if lines:
                 self._file.write(("\n".join(lines) + "\n").encode())
                 self._file.flush()  # else a kill would lose the compressor's buffer
@@ -291,6 +318,6 @@ class Recorder:
             try:
                 if self._failed is not None:
                     raise self._failed
-                self.flush()
+                self.flush(last=True)
             finally:
                 self._file.close()

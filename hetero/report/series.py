@@ -16,6 +16,7 @@ from hetero.report.measure import Measured
 from hetero.report.peaks import unit_name
 from hetero.report.residency import AccessSpan, Stay
 from hetero.report.traffic import LaneChart, lane_charts
+from hetero.report.values import curves
 from hetero.report.words import LANE_LABELS, REASONS, tier_label
 
 MICRO = 1000
@@ -43,6 +44,7 @@ def series_of(measured: Measured) -> dict[str, Any]:
         "steps": steps(measured),
         "phases": phases(measured),
         "tiers": [tier(measured, line) for line in measured.timelines.values()],
+        "values": values(measured),
         "lanes": lanes(measured),
         "gantt": gantt(measured),
         "reasons": REASONS,
@@ -103,6 +105,17 @@ def tier(measured: Measured, line: Timeline) -> dict[str, Any]:
     }
 
 
+def values(measured: Measured) -> list[dict[str, Any]]:
+    """Return what the loop told; of too many values, some."""
+    found = []
+    for curve in curves(measured.run.values, measured.begin_ns):
+        every = -(-len(curve.numbers) // PIXELS)
+        times, numbers = curve.times_ns[::every], curve.numbers[::every]
+        short = [float(f"{number:.6g}") for number in numbers]
+        found.append({"name": curve.name, "t": since(measured, times), "v": short})
+    return found
+
+
 def lanes(measured: Measured) -> list[dict[str, Any]]:
     """Return each lane's rates over the run, and finer ones over the typical step."""
     spans = [(measured.begin_ns, measured.end_ns), *windows(measured)]
@@ -157,6 +170,7 @@ def bucket_of(measured: Measured, bucket: int) -> dict[str, Any]:
         "name": unit_name(measured.meta, row.unit) or f"bucket {bucket}",
         "bytes": row.n_bytes,
         "trainable": row.trainable,
+        "params": row.names,
     }
 
 

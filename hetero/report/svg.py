@@ -12,7 +12,9 @@ from typing import NamedTuple
 WIDE = 1000.0  # of a treemap's plane, in which shapes are judged
 HIGH, LOW = 300.0, 120.0  # with many rectangles, and with few
 FEW = 6
-LABEL_WIDTH, LABEL_HEIGHT = 55.0, 24.0  # the least room for a label, in units of the plane
+LABEL_HEIGHT = 24.0  # the least room for a line of a label
+LETTER, MARGIN = 7.6, 12.0  # pixels of a letter, and at both ends of a line
+SCREEN, PHONE = 1160, 340  # pixels of a treemap's width that labels are judged by
 
 
 class BarPiece(NamedTuple):
@@ -39,9 +41,17 @@ class Rectangle:
     @property
     def lines(self) -> int:
         """Lines of text that fit in it."""
-        if self.width < LABEL_WIDTH or self.height < LABEL_HEIGHT:
+        if self.height < LABEL_HEIGHT:
             return 0
         return 2 if self.height >= 2 * LABEL_HEIGHT else 1
+
+
+def fits(text: str, cell: Rectangle) -> str:
+    """Return where a line fits into a rectangle: ``always``, on a ``roomy`` screen, or nowhere."""
+    pixels = len(text) * LETTER + MARGIN
+    if pixels <= cell.width / WIDE * PHONE:
+        return "always"
+    return "roomy" if pixels <= cell.width / WIDE * SCREEN else ""
 
 
 def squarify(sizes: Sequence[float], high: float = HIGH) -> list[Rectangle]:
@@ -94,6 +104,7 @@ class Leaf(NamedTuple):
     detail: str
     light: bool
     """Whether its colour is light enough to need dark text."""
+    category: str = ""
 
 
 def plane_height(leaves: Sequence[Leaf]) -> float:

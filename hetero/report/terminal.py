@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from hetero.report.advice import Advice, verdict
+from hetero.report.advice import Advice, headline, verdict
 from hetero.report.claims import ClaimVerdict
 from hetero.report.measure import NS, Measured
 from hetero.report.peaks import Peak
@@ -53,15 +53,24 @@ class Style:
         return "█" * whole + EIGHTHS[int((length - whole) * 8)].strip()
 
 
-def show(console: Console, measured: Measured, advice: Iterable[Advice]) -> None:
+def show(
+    console: Console,
+    measured: Measured,
+    advice: Iterable[Advice],
+    plain_seconds: float | None = None,
+) -> None:
+    """Print a report; ``plain_seconds`` is a step without hetero, if a plan says it."""
     style = Style(plain=not console.is_terminal)
-    for line in lines(measured, tuple(advice), style):
+    sentence = headline(measured, plain_seconds)
+    for line in lines(measured, tuple(advice), style, sentence):
         console.print(line, highlight=False, soft_wrap=style.plain and not isinstance(line, Table))
 
 
-def lines(measured: Measured, advice: tuple[Advice, ...], style: Style) -> Iterator[RenderableType]:
-    yield headline(measured)
-    yield Text(verdict(measured))
+def lines(
+    measured: Measured, advice: tuple[Advice, ...], style: Style, sentence: str
+) -> Iterator[RenderableType]:
+    yield what_it_is(measured)
+    yield Text(f"{sentence} {verdict(measured)}")
     yield tiers(measured, style)
     if measured.steps.steady:
         yield times(measured, style)
@@ -70,7 +79,7 @@ def lines(measured: Measured, advice: tuple[Advice, ...], style: Style) -> Itera
     yield from doubts(measured)
 
 
-def headline(measured: Measured) -> Text:
+def what_it_is(measured: Measured) -> Text:
     meta, steps = measured.meta, measured.steps
     of = f"{len(steps.all)} steps, {len(steps.steady)} of them steady"
     words = (meta.model, meta.device, meta.mode, meta.precision, of)

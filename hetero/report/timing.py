@@ -82,8 +82,8 @@ def phase_part(why: str) -> str:
     return "step" if why == "step" else f"rest_{why}"
 
 
-def steps_of(events: Sequence[Event]) -> Steps:
-    """Return the complete steps, each with its parts."""
+def steps_of(events: Sequence[Event], warmup: int = WARMUP) -> Steps:
+    """Return the complete steps, each with its parts; the first ``warmup`` are not steady."""
     here = moments(events)
     found = []
     end_ns = 0
@@ -92,13 +92,13 @@ def steps_of(events: Sequence[Event]) -> Steps:
         end_ns = max(begin_ns, event.t_ns + event.dur_ns)
         parts = here.split(begin_ns, end_ns, BETWEEN)
         found.append(StepTime(event.step, begin_ns, end_ns, parts))
-    warmup = warmup_of([step.number for step in found])
-    return Steps(tuple(found), warmup, tuple(s for s in found if s.number not in warmup))
+    early = warmup_of([step.number for step in found], warmup)
+    return Steps(tuple(found), early, tuple(s for s in found if s.number not in early))
 
 
-def warmup_of(numbers: Sequence[int]) -> tuple[int, ...]:
-    """Return the steps left out of steady figures: numbers below `WARMUP`, if others remain."""
-    early = tuple(number for number in numbers if number < WARMUP)
+def warmup_of(numbers: Sequence[int], warmup: int = WARMUP) -> tuple[int, ...]:
+    """Return the steps left out of steady figures: numbers below ``warmup``, if others remain."""
+    early = tuple(number for number in numbers if number < warmup)
     return early if len(early) < len(numbers) else early[:-1]
 
 

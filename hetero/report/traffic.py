@@ -7,6 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 from hetero.events import Event, What
 from hetero.report.levels import Timeline
@@ -14,9 +15,34 @@ from hetero.report.residency import AccessSpan, Residency
 from hetero.report.run import Meta
 from hetero.report.spans import Interval, flatten, total_ns
 from hetero.report.timing import Steps
-from hetero.report.words import COPY_LANES, LANES
+from hetero.report.words import COPY_LANES, LANES, three
 
 BINS = 600  # of a lane's chart
+USUAL_DRIVE_BYTES = 600 * 10**12  # of writes that a usual drive of 1 TB is rated for
+
+
+class DriveLife(NamedTuple):
+    """How long drives last if every step writes as a steady one does."""
+
+    steps: float
+    rated_bytes: int
+    is_usual: bool
+    """Whether no profile says what these are rated for: it is the rating of a usual drive."""
+
+    @property
+    def rated(self) -> str:
+        """What they are rated for, as the subject of a sentence."""
+        said = f"{three(self.rated_bytes / 1e12)} TB of writes"
+        return f"{said}, as a usual drive is rated for," if self.is_usual else f"the rated {said}"
+
+
+def drive_life(meta: Meta, written_bytes: float) -> DriveLife | None:
+    """Return how long drives last; None if a step writes nothing."""
+    rated = meta.rated_write_bytes
+    bytes_in_all = USUAL_DRIVE_BYTES if rated is None else rated
+    if not written_bytes:
+        return None
+    return DriveLife(bytes_in_all / written_bytes, bytes_in_all, rated is None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +52,8 @@ class LaneUse:
     lane: str
     n_bytes: int
     moves: int
+    timed_bytes: int
+    """Of the moves that have a duration: others were counted, and never timed."""
     busy_ns: int
     """Length of the union of its moves: simultaneous ones count once."""
     wall_ns: int
@@ -36,7 +64,7 @@ class LaneUse:
     @property
     def bytes_per_second(self) -> float | None:
         """Rate while it was busy; None if its moves were not timed, or moved nothing."""
-        return self.n_bytes * 1e9 / self.busy_ns if self.busy_ns and self.n_bytes else None
+        return self.timed_bytes * 1e9 / self.busy_ns if self.busy_ns and self.timed_bytes else None
 
     @property
     def busy_share(self) -> float:
@@ -62,12 +90,20 @@ def lanes_of(events: Sequence[Event], meta: Meta, begin_ns: int, end_ns: int) ->
             lane,
             n_bytes=sum(n for span, n in rows if begin_ns <= span.begin_ns < end_ns),
             moves=sum(begin_ns <= span.begin_ns < end_ns for span, _ in rows),
+            timed_bytes=timed_bytes(rows, begin_ns, end_ns),
             busy_ns=total_ns(clipped(rows, begin_ns, end_ns)),
             wall_ns=end_ns - begin_ns,
             ceiling_bytes_per_second=meta.ceilings.get(lane),
         )
         for lane, rows in spans_by_lane(events).items()
     ]
+
+
+def timed_bytes(rows: Sequence[tuple[Interval, int]], begin_ns: int, end_ns: int) -> int:
+    """Return the bytes that timed moves carried inside a window: of one across its border, the part
+    that is as long as its time inside."""
+    cut = ((s, n, min(s.end_ns, end_ns) - max(s.begin_ns, begin_ns)) for s, n in rows if s.dur_ns)
+    return sum(n * inside // span.dur_ns for span, n, inside in cut if inside > 0)
 
 
 def clipped(rows: Sequence[tuple[Interval, int]], begin_ns: int, end_ns: int) -> list[Interval]:

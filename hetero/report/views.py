@@ -22,6 +22,8 @@ from hetero.types import format_bytes
 LEAVES = 60  # rectangles of a treemap
 NO_STEPS = "No complete step was recorded."
 NOBODY = "no module recorded"
+WITHOUT = "without hetero"
+REHEARSED, ESTIMATED = "rehearsed", "estimated"  # rows of a plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +36,10 @@ class WhatIf:
     """Of HBM."""
     step_seconds: float
     change: str
+    tokens_per_second: float = 0.0
+    """0: unknown, as in files of earlier versions."""
+    how: str = ESTIMATED
+    """Or `REHEARSED`: operation by operation, on the plan's clock."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +51,12 @@ class Sidecar:
     whatif: tuple[WhatIf, ...] = ()
     digest: str = ""
     """SHA-256 of the log's file."""
+
+    @property
+    def plain_seconds(self) -> float | None:
+        """What a step takes without hetero, by a plan; None: none was made."""
+        found = (row.step_seconds for row in self.whatif if row.label == WITHOUT)
+        return next(found, None)
 
 
 # -- verdict and steps ---------------------------------------------------------------------------
@@ -119,6 +131,11 @@ class StepLevel(NamedTuple):
     step: int
     n_bytes: int
     by_category: list[int]
+
+
+def peak_keys(line: Timeline) -> list[tuple[str, str]]:
+    """Return the colours of a tier's categories, the topmost first."""
+    return [(f"cat-{line.tier}-{i}", name) for i, name in enumerate(charged(line))][::-1]
 
 
 def by_step(measured: Measured, line: Timeline) -> list[StepLevel]:
@@ -202,7 +219,8 @@ def leaves_of(measured: Measured, peak: Peak) -> list[Leaf]:
 def leaf_of(share: Share, peak: Peak, colour: str, light: bool) -> Leaf:
     size = f"{format_bytes(share.n_bytes)} ({format_share(share.n_bytes / peak.n_bytes)})"
     detail = f"{share.category}, {size}" if share.module else f"{size}, {NOBODY}"
-    return Leaf(share.n_bytes, colour, share.module or share.category, detail, light)
+    label = share.module or share.category
+    return Leaf(share.n_bytes, colour, label, detail, light, share.category)
 
 
 # -- predicted and measured ----------------------------------------------------------------------

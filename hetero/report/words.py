@@ -64,6 +64,8 @@ REASONS = {
     "step": "an update",
     "": "not said",
 }
+WITHOUT_WHY = {"read": "a home on disk is needed", "write": "a home goes back to disk"}
+"""Why lanes move that have one reason alone."""
 SHORT_PARTS = {
     "compute": "compute",
     "wait_h2d": "wait H2D",
@@ -189,6 +191,14 @@ def format_seconds(seconds: float) -> str:
 def three(value: float) -> str:
     """Return a number with three significant digits, without an exponent above one."""
     return f"{value:.0f}" if abs(value) >= 99.95 else f"{value:.3g}"
+
+
+def format_count(count: int) -> str:
+    """Return a number in short form: ``8.03 B``, ``32 M``, ``8,320``."""
+    for size, letter in ((10**9, "B"), (10**6, "M")):
+        if count >= size:
+            return f"{count / size:.3g} {letter}"
+    return f"{count:,}"
 
 
 def format_rate(bytes_per_second: float) -> str:

@@ -523,17 +523,6 @@ def test_a_transfer_takes_its_latency_besides() -> None:
     assert slower.read_seconds(7e9, both_ways=True) == pytest.approx(1.001 / 0.6)
 
 
-def test_a_drive_lives_as_many_steps_as_its_endurance_pays() -> None:
-    profile = find("rtx4090")
-
-    # states of an 8B model: 96.4 GB a step, about 12,450 steps to 1200 TB
-    assert profile.drive_life_steps(96.4e9) == pytest.approx(12_448, abs=1)
-    assert profile.drive_life_steps(0) == math.inf
-    assert profile.nvme is not None
-    unknown = dataclasses.replace(profile.nvme, tbw_bytes=None)
-    assert dataclasses.replace(profile, nvme=unknown).drive_life_steps(1) is None
-
-
 def test_a_profile_without_a_drive_says_so() -> None:
     profile = dataclasses.replace(find("rtx4090"), nvme=None)
 

@@ -115,6 +115,39 @@ def test_a_model_whose_output_leads_nowhere_is_refused_with_advice() -> None:
     assert "loss=" in caught.value.advice
 
 
+def test_adapters_are_planned_and_the_model_stays_as_it_is() -> None:
+    model = gpt()
+    names = [name for name, _ in model.named_parameters()]
+    whole, adapters = planned(model), planned(model, lora_rank=4)
+    coded = planned(model, lora_rank=4, frozen="nf4")
+
+    assert [name for name, _ in model.named_parameters()] == names
+    assert all(p.requires_grad for p in model.parameters())
+    linear = [m for m in model.modules() if isinstance(m, nn.Linear)]
+    added = sum(4 * (m.in_features + m.out_features) for m in linear)
+    assert adapters.n_params == whole.n_params + added == coded.n_params
+    kept, all_of_it = (tier(found, "HOST").kinds for found in (adapters, whole))
+    assert kept["state"] == 2 * kept["grad"] < all_of_it["state"] / 4  # of the adapters alone
+    assert tier(coded, "HOST").kinds["param"] < kept["param"] / 3
+
+
+def test_adapters_take_no_optimizer_over_the_model() -> None:
+    model = gpt()
+    with pytest.raises(ConfigError, match="not over the adapters"):
+        planned(model, optimizer=torch.optim.SGD(model.parameters()), lora_rank=4)
+
+
+def test_an_optimizer_may_be_named_as_for_hetero_train() -> None:
+    states = {
+        name: tier(planned(optimizer=name), "HOST").kinds["state"]
+        for name in ("adamw", "sgd", "adamw8bit")
+    }
+
+    assert states["adamw"] == 2 * states["sgd"] == 4 * states["adamw8bit"]
+    with pytest.raises(ConfigError, match="did you mean adamw"):
+        planned(optimizer="admw")
+
+
 def test_a_global_norm_is_planned() -> None:
     plain, clipped = (planned(max_grad_norm=norm) for norm in (None, 1.0))
 

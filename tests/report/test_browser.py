@@ -87,6 +87,69 @@ def test_zooming_one_chart_zooms_all(shown: Browser) -> None:
     assert shown.complaints() == []
 
 
+def test_search_leaves_what_it_finds(shown: Browser) -> None:
+    rows = "[...document.querySelectorAll('#residency tbody tr')].filter(r => !r.hidden).length"
+    before = shown.ask(rows)
+    asked = "(text => { const f = document.querySelector('#find'); f.value = text;"
+    asked += " f.dispatchEvent(new Event('input')); })"
+    shown.ask(f"{asked}('blocks.3')")
+
+    assert 0 < shown.ask(rows) < before
+    assert shown.ask("document.querySelector('#found').textContent").startswith("1 of ")
+    shown.ask(f"{asked}('qkv')")  # of a parameter, in every block
+    assert int(shown.ask("document.querySelector('#found').textContent").split()[0]) > 1
+    shown.ask(f"{asked}('')")
+    assert shown.ask(rows) == before
+    assert shown.complaints() == []
+
+
+def test_the_wheel_zooms_with_ctrl_and_scrolls_without(shown: Browser) -> None:
+    shown.ask("document.activeElement.blur()")
+    turn = (
+        "document.querySelector('[data-tier=HOST] .u-over').dispatchEvent(new WheelEvent('wheel',"
+    )
+    turn += " {deltaY: -200, clientX: 600, cancelable: true, ctrlKey: %s}))"
+    spread = "document.querySelector('#range').textContent"
+    whole = shown.ask(spread)
+
+    assert shown.ask(turn % "false") is True  # nobody took it: the page scrolls
+    assert shown.ask(spread) == whole
+    assert shown.ask(turn % "true") is False
+    assert shown.ask(spread) != whole
+    shown.ask("document.querySelector('[data-zoom=all]').click()")
+
+
+def test_pointing_at_a_chart_tells_its_figures_there(shown: Browser) -> None:
+    shown.ask("document.querySelector('[data-tier=HBM]').scrollIntoView({block: 'center'})")
+    spot = "document.querySelector('[data-tier=HBM] .u-over').getBoundingClientRect()"
+    x, y = (shown.ask(f"{spot}.{side}") for side in ("left + 300", "top + 60"))
+    shown.send("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
+    said = shown.ask("document.querySelector('.tip').textContent")
+
+    assert not shown.ask("document.querySelector('.tip').hidden")
+    assert "step " in said and "param: " in said
+    shown.send("Input.dispatchMouseEvent", type="mouseMoved", x=2, y=2)
+    assert shown.ask("document.querySelector('.tip').hidden")
+
+
+def test_still_pictures_are_seen_on_paper_alone(shown: Browser) -> None:
+    display = "getComputedStyle(document.querySelector('[data-tier=HBM] .still')).display"
+
+    assert shown.ask(display) == "none"
+    shown.send("Emulation.setEmulatedMedia", media="print")
+    assert shown.ask(display) == "block"
+    assert shown.ask("getComputedStyle(document.querySelector('.uplot')).display") == "none"
+    shown.send("Emulation.setEmulatedMedia", media="")
+
+
+def test_a_phone_shows_the_page_without_scrolling_sideways(folder: Path, tmp_path: Path) -> None:
+    report(folder, tmp_path / "report.html")
+    with browser(tmp_path, width=400) as page:
+        page.open(tmp_path / "report.html")
+        assert page.ask("document.documentElement.scrollWidth <= 400")
+        assert page.complaints() == []
+
+
 def test_a_hundred_thousand_events_are_there_at_once(
     tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:

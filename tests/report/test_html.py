@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
+from itertools import pairwise
 
 import pytest
 
 from hetero.report import series
-from hetero.report.advice import advise
+from hetero.report.advice import advise, headline
 from hetero.report.html import LONGEST, asset, digest, pages, render
 from hetero.report.levels import reduced
 from hetero.report.measure import Measured, measure, summarize
 from hetero.report.run import Run
 from hetero.report.series import delta, series_of, undelta, windows
-from hetero.report.svg import HIGH, WIDE, squarify
+from hetero.report.still import outline, sampled, still_levels
+from hetero.report.svg import HIGH, WIDE, Rectangle, fits, squarify
 from hetero.report.views import Sidecar, WhatIf, compared
+from hetero.types import format_bytes
 
 from .synthetic import paged, plain
 
@@ -87,7 +91,8 @@ def test_the_page_of_any_run_is_well_formed_and_has_every_view(
     ids = [attrs["id"] for _, attrs in read.seen if "id" in attrs]
     assert len(ids) == len(set(ids))
     views = ("verdict", "timelines", "residency", "lanes", "step", "peak", "traffic")
-    assert set(ids) >= {*views, "whatif", "predicted", "provenance"}
+    assert set(ids) >= {*views, "provenance"}
+    assert not {"whatif", "predicted"} & set(ids)  # no plan is next to it
     assert {a["href"][1:] for a in read.all("a") if a["href"]} <= set(ids)
 
 
@@ -160,7 +165,8 @@ def test_what_was_planned_is_shown_where_it_is_there(measured: Measured) -> None
     row = WhatIf("24 GB", True, 3 * KIB, 0.5, "larger batch")
     planned = page_of(measured, Sidecar(guessed, (row,)))
 
-    assert without.count("hetero plan") == 2 and "hetero plan" not in planned
+    assert 'id="whatif"' not in without and 'id="predicted"' not in without
+    assert 'id="whatif"' in planned and 'id="predicted"' in planned
     assert "+100.0 %" in planned and "larger batch" in planned
 
 
@@ -252,3 +258,92 @@ def test_what_the_allocator_counted_is_said_beside_what_is_attributed(page: str)
 
     assert "allocator counted" not in page
     assert "12,345 bytes" in page_of(measure(Run.of(made.meta, [*made.events, counted])))
+
+
+# -- without JavaScript, and on paper ------------------------------------------------------------
+
+
+def test_pictures_are_there_without_javascript(page: str, measured: Measured) -> None:
+    lanes = page.count("data-lane=") - asset("report.js").count("data-lane=")
+    stills = page.count('<svg class="still"')
+
+    assert stills == len(measured.timelines) + lanes + 1  # and the stays
+    assert page.count("<noscript>") == 1
+    assert ".still { display: block; }" in asset("report.css").split("@media print")[1]
+    for line in measured.timelines.values():
+        picture = still_levels(measured, line)
+        assert len(picture.areas) == sum(any(column) for column in line.columns)
+        assert [mark.at for mark in picture.times] == [0, 25, 50, 75, 100]
+
+
+def test_a_still_picture_keeps_the_peak(measured: Measured) -> None:
+    for line in measured.timelines.values():
+        rows = sampled(line, measured.begin_ns, measured.end_ns)
+        assert max(line.totals[row] for row in rows) == max(line.totals)
+        top = still_levels(measured, line, 2 * max(line.totals)).top
+        assert top == format_bytes(2 * max(line.totals))
+
+
+def test_an_outline_goes_up_and_down_with_its_heights() -> None:
+    assert outline([0.5, 0.5, 1.0]) == "M0 100H0V50.0H2V0.0H3V100Z"
+
+
+# -- for everybody -------------------------------------------------------------------------------
+
+
+def test_every_picture_and_field_has_a_name_and_headings_are_in_order(page: str) -> None:
+    read = Reader(page)
+
+    for tag, attrs in read.seen:
+        if attrs.get("role") in ("img", "application", "group"):
+            assert attrs.get("aria-label"), (tag, attrs)
+        if "tabindex" in attrs and "class" in attrs and "chart" in str(attrs["class"]):
+            assert attrs["role"] == "img"
+    assert "<label" in page and all(i["type"] == "search" for i in read.all("input"))
+    levels = [int(tag[1]) for tag, _ in read.seen if re.fullmatch("h[1-6]", tag)]
+    assert levels[0] == 1 and levels.count(1) == 1
+    assert all(after - before <= 1 for before, after in pairwise(levels))
+    heads = re.findall(r"<th scope=\"col\"[^>]*>(.*?)</th>", page)
+    assert heads and all(heads)
+
+
+def test_labels_of_a_treemap_are_written_where_they_fit() -> None:
+    cell = Rectangle(0, 0, 0, 200, 100)
+
+    assert (fits("b", cell), fits("blocks.12", cell)) == ("always", "roomy")
+    assert fits("param, 12.06 MiB (9.9 %), no module recorded", cell) == ""
+
+
+def test_the_first_sentence_is_one_to_send(measured: Measured, page: str) -> None:
+    states = sum(
+        bucket.moved_bytes + sum(bucket.kinds.values()) for bucket in measured.meta.buckets
+    )
+    peak = format_bytes(measured.peaks["HBM"].n_bytes)
+    sentence = f"{format_bytes(states)} of states trained in {peak} of HBM."
+
+    assert headline(measured) == sentence
+    assert f'<p class="lead">{sentence}</p>' in page
+    said = headline(measured, plain_seconds=measured.step_seconds / 1.04)
+    assert said.endswith("of HBM, 4 % slower than without hetero.")
+
+
+def test_search_knows_every_parameter(measured: Measured) -> None:
+    rows = series_of(measured)["gantt"]["buckets"]
+
+    assert all(row["params"] for row in rows)
+    assert sum(len(row["params"]) for row in rows) == sum(
+        len(bucket.names) for bucket in measured.meta.buckets
+    )
+
+
+def test_homes_have_their_modules_where_all_of_a_kind_are_in_one_tier() -> None:
+    run = paged(3)
+    n_bytes = run.meta.buckets[0].n_bytes
+    buckets = [replace(bucket, kinds={"state": 2 * n_bytes}) for bucket in run.meta.buckets]
+    made = measure(Run.of(replace(run.meta, buckets=buckets), run.events))
+    less = [replace(bucket, kinds={"state": n_bytes}) for bucket in run.meta.buckets]
+    part = measure(Run.of(replace(run.meta, buckets=less), run.events))
+
+    shares = {(s.category, s.module): s.n_bytes for s in made.peaks["HOST"].shares}
+    assert shares["state", "blocks.3"] == 2 * n_bytes and ("state", "") not in shares
+    assert ("state", "") in {(s.category, s.module) for s in part.peaks["HOST"].shares}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -13,9 +15,9 @@ from hetero.events import Event
 from hetero.report.levels import COLUMNS, m4, reduced
 from hetero.report.measure import Measured, figures, measure, summarize
 from hetero.report.residency import residency_of
-from hetero.report.run import Meta, Run
+from hetero.report.run import BucketMeta, Meta, Run
 from hetero.report.timing import steps_of, warmup_of
-from hetero.report.traffic import lane_charts
+from hetero.report.traffic import lane_charts, lanes_of
 
 from .synthetic import paged, plain
 
@@ -302,3 +304,34 @@ def test_a_plain_models_activations_are_counted_and_not_reserved() -> None:
 
     assert found.peaks == measure(made).peaks
     assert "activation reserved" not in found.timelines["HBM"].categories
+
+
+def test_a_rate_is_of_moves_that_were_timed_and_of_nothing_else() -> None:
+    meta = Meta(units=["a"], buckets=[BucketMeta(0, 8, 2, True)])
+    row = partial(Event, step=0, phase="forward", tier="", unit=-1, bucket=0, category="param",
+                  why="F", cause=-1)  # fmt: skip
+    moves = [
+        row(seq=0, t_ns=100, dur_ns=50, what="move", lane="h2d", n_bytes=1000),
+        row(seq=1, t_ns=200, dur_ns=0, what="move", lane="h2d", n_bytes=9000),  # only counted
+        row(seq=2, t_ns=950, dur_ns=100, what="move", lane="h2d", n_bytes=600),  # half outside
+    ]
+    (lane,) = lanes_of(moves, meta, 0, 1000)
+
+    assert (lane.n_bytes, lane.moves) == (10_600, 3)
+    assert (lane.timed_bytes, lane.busy_ns) == (1300, 100)
+    assert lane.bytes_per_second == 1300 * 1e9 / 100
+    (untimed,) = lanes_of(moves[1:2], meta, 0, 1000)
+    assert untimed.bytes_per_second is None
+
+
+def test_copies_on_the_simulator_take_the_time_they_took_and_not_the_time_they_were_put_off(
+    run: Run, measured: Measured
+) -> None:
+    """Each copy of it is done on one thread: the lanes together are never busy twice."""
+    copies = [e for e in run.events if e.what == "move" and e.lane in ("h2d", "d2h")]
+    timed = sorted((e for e in copies if e.dur_ns), key=lambda e: e.t_ns)
+
+    assert len(timed) > 0.95 * len(copies) > 20
+    assert all(e.t_ns >= run.events[0].t_ns for e in copies)
+    assert sum(e.dur_ns for e in timed) < 0.5 * (measured.end_ns - measured.begin_ns)
+    assert all(a.t_ns + a.dur_ns <= b.t_ns + 1000 for a, b in pairwise(timed))

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +17,6 @@ import hetero
 from hetero.cli import main
 from hetero.errors import ConfigError
 from hetero.report.measure import figures, measure
-from hetero.report.profile import Profile
 from hetero.report.run import EVENTS, META, Meta, Run
 
 from .synthetic import paged
@@ -54,7 +54,7 @@ def test_a_report_is_a_page_and_a_summary_beside_it(folder: Path, tmp_path: Path
 def test_a_run_a_profile_and_a_directory_give_the_same_figures(
     folder: Path, tmp_path: Path
 ) -> None:
-    given = (Run.load(folder), Profile(folder), str(folder))
+    given = (Run.load(folder), SimpleNamespace(directory=folder), str(folder))
     found = [hetero.report(each, tmp_path).figures() for each in given]
 
     assert found[0] == found[1] == found[2]

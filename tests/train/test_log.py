@@ -145,3 +145,12 @@ def test_a_log_that_is_off_keeps_nothing(tmp_path: Path) -> None:
     engine.setup.model(TOKENS, TOKENS).backward()
 
     assert len(engine.setup.log) == 0
+
+
+def test_a_model_that_stays_does_not_show_the_traffic_of_its_first_step_for_ever() -> None:
+    engine, _ = trained(steps=1, hbm="64MiB")
+    first = engine.setup.stats
+    assert engine.residence.name == "resident" and first.counts["miss"] and first.n_bytes[Lane.H2D]
+    engine, _ = trained(steps=3, hbm="64MiB")
+
+    assert not engine.setup.stats.counts and not engine.setup.stats.n_bytes

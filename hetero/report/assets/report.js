@@ -76,6 +76,46 @@
     closer: () => zoom(0.5),
     wider: () => zoom(2),
   };
+  const tip = $('.tip');
+  function point(text, x, y) { // a tooltip near a place on the screen; no text hides it
+    tip.hidden = !text;
+    if (!text) return;
+    tip.textContent = text;
+    tip.style.left = `${Math.max(4, Math.min(x + 14, innerWidth - tip.offsetWidth - 8))}px`;
+    tip.style.top = `${Math.max(4, Math.min(y + 16, innerHeight - tip.offsetHeight - 8))}px`;
+  }
+
+  // wheel and two fingers over a picture; ``place`` has the focus when the wheel is its own
+  function zoomable(area, place, timeAt) {
+    area.addEventListener('wheel', (event) => {
+      const asked = event.ctrlKey || event.metaKey || place.contains(document.activeElement);
+      if (!asked) return; // the wheel scrolls the page
+      event.preventDefault();
+      const across = event.shiftKey ? event.deltaY : event.deltaX;
+      if (Math.abs(across) > Math.abs(event.shiftKey ? 0 : event.deltaY)) pan(across / 1500);
+      else zoomAt(Math.exp(Math.max(-1, Math.min(1, event.deltaY / 250))), timeAt(event.clientX));
+    }, { passive: false });
+    const fingers = new Map();
+    const spread = () => { const [a, b] = [...fingers.values()]; return Math.max(8, Math.abs(a - b)); };
+    area.addEventListener('pointerdown', (event) => {
+      if (event.pointerType === 'touch') fingers.set(event.pointerId, event.clientX);
+    });
+    area.addEventListener('pointermove', (event) => {
+      if (!fingers.has(event.pointerId)) return;
+      if (fingers.size === 1) pan((fingers.get(event.pointerId) - event.clientX) / area.clientWidth);
+      const before = fingers.size === 2 ? spread() : 0;
+      fingers.set(event.pointerId, event.clientX);
+      const [a, b] = [...fingers.values()];
+      if (before) zoomAt(before / spread(), timeAt((a + b) / 2));
+    });
+    for (const name of ['pointerup', 'pointercancel', 'pointerleave']) {
+      area.addEventListener(name, (event) => fingers.delete(event.pointerId));
+    }
+  }
+  const zoomAt = (factor, t) => { // what is at a time stays where it is
+    show(t - (t - range.min) * factor, t + (range.max - t) * factor);
+  };
+
   for (const button of document.querySelectorAll('[data-zoom]')) {
     button.addEventListener('click', () => zooms[button.dataset.zoom]());
   }
@@ -111,9 +151,16 @@
       ctx.fillStyle = colour(`phase-${phases.names[phases.name[i]]}`) || colour('soft');
       ctx.fillRect(from, bbox.top, Math.max(1, to - from), thick);
     });
-    ctx.fillStyle = colour('line');
+    ctx.fillStyle = colour('soft');
+    ctx.font = `${11 * devicePixelRatio}px system-ui, sans-serif`; ctx.textBaseline = 'top';
     if ((range.max - range.min) / END < 200 / steps.end.length) {
-      for (const end of steps.end) ctx.fillRect(x(end), bbox.top, 1, bbox.height);
+      steps.end.forEach((end, i) => {
+        const from = Math.max(bbox.left, x(steps.begin[i]));
+        const to = Math.min(bbox.left + bbox.width, x(end));
+        ctx.globalAlpha = 0.35; ctx.fillRect(x(end), bbox.top, 1, bbox.height); ctx.globalAlpha = 1;
+        const name = `step ${steps.number[i]}`, wide = ctx.measureText(name).width;
+        if (to - from > wide + 8) ctx.fillText(name, (from + to - wide) / 2, bbox.top + thick + 2);
+      });
     }
     ctx.restore();
   }
@@ -157,13 +204,15 @@
       legend: { markers: { width: 0, fill: (u, i) => series[i - 1]?.stroke?.(u) ?? '' } },
       cursor: { sync: { key: 'time' }, drag: { x: true, y: false }, points: { show: false },
         bind: { dblclick: () => () => zooms.all() } },
-      hooks: { draw: extra.draw, setCursor: [rest], setScale: [(u, key) => {
+      hooks: { draw: extra.draw, setCursor: [rest, tell], setScale: [(u, key) => {
         if (key === 'x' && u.ready) show(u.scales.x.min, u.scales.x.max);
       }], ready: [(u) => { u.ready = true; }] },
     };
-    place.replaceChildren();
+    for (const old of place.querySelectorAll('.uplot')) old.remove(); // the still one is for paper
     const chart = new uPlot(options, columns, place);
     chart.ready = true;
+    zoomable(chart.over, place, (x) => chart.posToVal(x - chart.over.getBoundingClientRect().left, 'x'));
+    chart.over.addEventListener('pointerleave', () => point(''));
     charts.push({ chart, place });
     return chart;
   }
@@ -193,7 +242,18 @@
         (u) => level(u, tier.budget, `budget ${bytes(tier.budget)}`, 'bad', [6, 4]),
         (u) => level(u, tier.peak, `peak ${bytes(tier.peak)}`, 'ink', [1, 3], 'left')],
     });
-    chart.rest = tier.peakRow;
+    chart.whole = true;
+  }
+
+  function drawValue(curve, place) {
+    const times = undelta(curve.t).map((t) => t / MICRO);
+    const chart = plot(place, [times, curve.v], [{ label: curve.name, stroke: () => colour('ink'), width: 1.5,
+      points: { show: times.length < 60 },
+      value: (u, v) => (v == null ? '' : String(+v.toPrecision(5))) }], 130, {
+      y: { range: (u, low, high) => [Math.min(0, low), (high || 1) * 1.1] },
+      axis: { space: 24 }, draw: [strip],
+    });
+    chart.lastShown = true;
   }
 
   function binned({ begin, width, bytes: moved, busy }) { // times, rates, busy shares
@@ -206,8 +266,7 @@
 
   function drawLane(lane, place) {
     const sets = lane.bins.map(binned); // of the run, and finer ones of the typical step
-    const paint = lane.lane === 'read' || lane.lane === 'write' ? 'NVME' : 'HBM';
-    const most = () => Math.max(...chart.data[1], 0);
+    const paint = `lane-${lane.lane}`;
     const chart = plot(place, sets[0].slice(0, 2), [{ label: 'rate', stroke: () => colour(paint), width: 1,
       fill: () => `${colour(paint)}88`, paths: uPlot.paths.stepped({ align: 1 }),
       points: { show: false },
@@ -224,13 +283,14 @@
       if (chart.busy === set[2]) return;
       chart.busy = set[2];
       chart.setData(set.slice(0, 2), false);
-      chart.rest = set[1].indexOf(most());
     };
+    chart.whole = true;
   }
 
   function drawCharts() {
     charts.length = 0;
     for (const tier of data.tiers) drawTier(tier, $(`[data-tier="${tier.tier}"]`));
+    for (const curve of data.values) drawValue(curve, $(`[data-value="${CSS.escape(curve.name)}"]`));
     for (const lane of data.lanes) drawLane(lane, $(`[data-lane="${lane.lane}"]`));
   }
   followers.push(() => {
@@ -240,8 +300,27 @@
       rest(chart);
     }
   });
-  function rest(chart) { // where nobody points, the legend tells of the peak
-    if (chart.rest != null && !(chart.cursor.left >= 0)) chart.setLegend({ idx: chart.rest });
+  function rest(chart) { // where nobody points, the legend tells of the highest that is shown
+    if (!(chart.whole || chart.lastShown) || chart.cursor.left >= 0) return;
+    const [times, top] = chart.data;
+    let best = -1;
+    for (let i = 0; i < times.length && times[i] <= range.max; i += 1) {
+      const shown = i + 1 >= times.length || times[i + 1] > range.min;
+      if (shown && (best < 0 || chart.lastShown || top[i] > top[best])) best = i;
+    }
+    if (best >= 0) chart.setLegend({ idx: best });
+  }
+  function tell(chart) { // at the pointer, or where the keyboard has moved the cursor
+    const place = chart.root.parentElement, { idx, left } = chart.cursor;
+    const here = chart.over.matches(':hover') || place === document.activeElement;
+    if (!here) return;
+    if (idx == null || left < 0) { point(''); return; }
+    const rows = chart.series.slice(1).map((each, i) => [each.label,
+      each.value(chart, chart.data[i + 1][idx], i + 1, idx)]);
+    const said = rows.filter(([, value]) => value && value !== '0 B');
+    const spot = chart.over.getBoundingClientRect();
+    point([when(chart.data[0][idx] * MICRO), ...said.map((row) => row.join(': '))].join('\n'),
+      spot.left + left, spot.top + Math.max(0, chart.cursor.top));
   }
   for (const place of document.querySelectorAll('.chart')) {
     place.addEventListener('keydown', (event) => {
@@ -260,8 +339,9 @@
 
   // -- residency ----------------------------------------------------------------------------------
 
-  const ROW = 20, HEAD = 22;
+  const ROW = 20, HEAD = 40;
   const gantt = { box: $('.gantt'), row: 0, stay: -1, ...decodeGantt() };
+  const all = { buckets: gantt.buckets, rows: gantt.rows };
 
   function decodeGantt() {
     const { stays, uses, buckets } = data.gantt;
@@ -293,6 +373,7 @@
   function drawGantt() {
     const { box, rows, buckets } = gantt;
     if (!box) return;
+    box.scrollTop = Math.min(box.scrollTop, Math.max(0, rows.length * ROW));
     const canvas = $('canvas', box), ratio = devicePixelRatio;
     const wide = box.clientWidth, high = Math.min(560, HEAD + rows.length * ROW + 4);
     $('.pad', box).style.height = `${Math.max(0, rows.length * ROW + HEAD + 4 - high)}px`;
@@ -372,7 +453,18 @@
       const name = phases.names[phases.name[i]];
       pen.fillStyle = colour(`phase-${name}`) || paints.soft;
       pen.fillRect(from, HEAD - 8, Math.max(1, to - from), 4);
-      if (to - from > 60) { pen.fillStyle = paints.soft; pen.fillText(name, from + 2, HEAD / 2 - 4); }
+      if (to - from > 60) { pen.fillStyle = paints.soft; pen.fillText(name, from + 2, HEAD - 16); }
+    });
+    const length = range.max - range.min, most = Math.max(2, (wide - LEFT - RIGHT) / 100);
+    const power = 10 ** Math.floor(Math.log10(length / most));
+    const apart = [1, 2, 5, 10].map((by) => by * power).find((by) => length / by <= most) || power * 10;
+    const ticks = [];
+    for (let t = Math.ceil(range.min / apart) * apart; t <= range.max; t += apart) ticks.push(t);
+    pen.fillStyle = paints.soft;
+    timeTicks(null, ticks, 0, 0, apart).forEach((text, i) => {
+      const at = x(ticks[i] * MICRO);
+      pen.fillRect(at, 2, 1, 6);
+      if (at + pen.measureText(text).width + 6 < wide) pen.fillText(text, at + 4, 8);
     });
   }
 
@@ -454,26 +546,32 @@
   function connectGantt() {
     const { box } = gantt;
     if (!box) return;
-    const canvas = $('canvas', box), tip = $('.tip');
+    const canvas = $('canvas', box);
     let from = null;
+    zoomable(canvas, box, (x) => {
+      const spot = canvas.getBoundingClientRect();
+      return range.min + ((x - spot.left - LEFT) / (spot.width - LEFT - RIGHT)) * (range.max - range.min);
+    });
     box.addEventListener('scroll', drawGantt);
     canvas.addEventListener('pointermove', (event) => {
       const found = hit(event);
-      tip.hidden = !found || found.stay < 0;
-      if (tip.hidden) return;
-      const stay = gantt.rows[found.row].stays[found.stay];
-      tip.textContent = `${gantt.buckets[found.row].name}, ${when(stay.begin)}\n${came(stay)}\n${went(stay)}`;
-      tip.style.left = `${Math.min(event.clientX + 14, innerWidth - 430)}px`;
-      tip.style.top = `${event.clientY + 16}px`;
+      if (!found) { point(''); return; }
+      const { name } = gantt.buckets[found.row], stay = gantt.rows[found.row].stays[found.stay];
+      const text = stay ? `${name}, ${when(stay.begin)}\n${came(stay)}\n${went(stay)}`
+        : `${name}, ${when(found.t * MICRO)}: not on HBM`;
+      point(text, event.clientX, event.clientY);
     });
-    canvas.addEventListener('pointerleave', () => { tip.hidden = true; });
+    canvas.addEventListener('pointerleave', () => point(''));
     canvas.addEventListener('pointerdown', (event) => { from = hit(event); });
     canvas.addEventListener('pointerup', (event) => {
       const to = hit(event);
       if (!from || !to) return;
       if (Math.abs(to.t - from.t) > (range.max - range.min) / 60) {
         show(Math.min(from.t, to.t), Math.max(from.t, to.t));
-      } else { select(to.row, to.stay, false); story(false); }
+      } else if (to.stay >= 0) {
+        select(to.row, to.stay, false); story(false);
+        $('#story').scrollIntoView({ block: 'nearest' });
+      } else select(to.row, -1, false);
       from = null;
     });
     canvas.addEventListener('dblclick', zooms.all);
@@ -496,6 +594,38 @@
     $('#story button').addEventListener('click', () => { $('#story').hidden = true; box.focus(); });
     followers.push(drawGantt);
   }
+
+  // -- search -------------------------------------------------------------------------------------
+
+  const find = $('#find');
+  function search() { // a unit by its name, or by that of a parameter in it
+    const asked = find.value.trim().toLowerCase();
+    const has = (bucket) => !asked || bucket.name.toLowerCase().includes(asked)
+      || bucket.params.some((name) => `${bucket.name}.${name}`.toLowerCase().includes(asked));
+    const kept = all.buckets.map((bucket, i) => i).filter((i) => has(all.buckets[i]));
+    gantt.buckets = kept.map((i) => all.buckets[i]);
+    gantt.rows = kept.map((i) => all.rows[i]);
+    gantt.row = 0; gantt.stay = -1;
+    const units = new Set(gantt.buckets.map((bucket) => bucket.name.toLowerCase()));
+    let seen = 0;
+    const matches = (text) => !asked || text.includes(asked)
+      || units.has(text.replace(/ \(\d+\)$/, ''));
+    for (const row of document.querySelectorAll('#residency tbody tr, #peak tbody tr:not(.sum)')) {
+      const text = ($('th', row) || row).textContent.toLowerCase();
+      row.hidden = !matches(text);
+      seen += !row.hidden;
+    }
+    for (const cell of document.querySelectorAll('.treemap > svg')) {
+      cell.setAttribute('opacity', matches($('title', cell).textContent.toLowerCase().split(':')[0]) ? 1 : 0.2);
+    }
+    $('#found').textContent = asked ? `${gantt.buckets.length} of ${all.buckets.length} buckets, ${seen} rows` : '';
+    if (gantt.box) drawGantt();
+  }
+  find?.addEventListener('input', search);
+  find?.addEventListener('keydown', (event) => {
+    if (event.key === 'Escape') { find.value = ''; search(); }
+    if (event.key === 'Enter' && gantt.box) { gantt.box.focus(); gantt.box.scrollIntoView({ block: 'center' }); }
+  });
 
   // -- begin --------------------------------------------------------------------------------------
 

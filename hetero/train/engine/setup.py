@@ -108,8 +108,9 @@ class Setup:
         return free_ram(self.device, self.comm)
 
     def count(self) -> None:
-        """A step is made."""
+        """A step is made; what it moved, the residence notes if it moves anything."""
         self.steps += 1
+        self.stats = StepStats()
         if self.steps <= WARM_STEPS and not self.device.is_cuda:
             trim_heap()
 
@@ -171,7 +172,7 @@ def set_up(
     check_device(device, comm)
     comm.open_gathers(device)
     budgets = {Tier.HBM: budget.hbm, Tier.HOST: config.host, Tier.NVME: config.nvme_bytes}
-    log = EventLog(device.clock)
+    log = EventLog(device.clock, tuning.events)
     ledger = Ledger(budgets, log)
     store = open_store(budget, config, device, tuning, ledger, log, comm)
     store.places.on_hbm.update(homes.bucket for homes in budget.on_hbm)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from hetero.device import Device
+from hetero.events import CAPACITY
 from hetero.io import IO
 from hetero.jobs import Slice, Worker
 from hetero.memory.pool import Pool, open_pool
@@ -51,6 +52,8 @@ class Tuning:
     """Threads that read and write the NVME tier; None: chosen by measuring the drive."""
     checked: bool = True
     """Whether bytes on disk are checksummed (benchmarks measure the cost)."""
+    events: int | None = CAPACITY
+    """The log keeps so many until they are read; None: all, as a plan does."""
 
     def may_rise(self, device: Device) -> bool:
         """Whether homes of a paged model may be on HBM."""
