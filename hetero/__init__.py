@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from hetero.report.profile import Profile, profile
     from hetero.train.activations.tiles import tile
     from hetero.train.update.optimizer import Optimizer
+    from hetero.watch.face import watch
 
 _LAZY = {
     **dict.fromkeys(
@@ -58,6 +59,7 @@ _LAZY = {
     "Optimizer": "hetero.train.update.optimizer",
     "linear_cross_entropy": "hetero.functional.loss",
     "tile": "hetero.train.activations.tiles",
+    "watch": "hetero.watch.face",
 }
 
 
@@ -115,4 +117,5 @@ __all__ = [
     "status",
     "tile",
     "trainer",
+    "watch",
 ]

@@ -1,4 +1,4 @@
-"""The command line: ``hetero train | run | plan | calibrate | report | doctor | verify | bench``.
+"""The command line: ``hetero train | run | watch | plan | calibrate | report | doctor | ...``.
 
 Commands import what they need when they run, so that ``hetero --help`` is fast and loads no torch.
 Each returns its exit status.
@@ -37,6 +37,7 @@ from hetero.recipes.guide import (
     ModelName,
 )
 from hetero.version import __version__
+from hetero.watch.command import watch
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -444,6 +445,9 @@ def chosen_bench(name: str | None, known: dict[str, str]) -> str:
         return name
     problem = "give a NAME, --all or --list" if name is None else f"there is no benchmark {name!r}"
     raise click.UsageError(f"{problem}; benchmarks: {', '.join(known)}")
+
+
+main.add_command(watch)
 
 
 # -- shared by commands --------------------------------------------------------------------------

@@ -252,6 +252,7 @@ def stages_of(schedule: Any) -> list[Any]:
 
 
 RUN_BACKWARD = Place(torch.autograd, "_engine_run_backward")
+MODULE_CALL = Place(torch.nn.Module, "__call__")
 SCRIPT_CALL = Place(torch.jit.ScriptFunction, "__call__")
 SAVED_HOOKS_ENTER = Place(torch.autograd.graph.saved_tensors_hooks, "__enter__")
 WRAPPERS = (  # through which transforms of functorch take their arguments

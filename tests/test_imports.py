@@ -22,7 +22,7 @@ FLOORS = {
     "parallel": 3,
     **dict.fromkeys(("api", "checkpoint", "exchange", "export", "cli", "__main__"), 4),
     **dict.fromkeys(("report", "rehearse", "integrations", "bench", "recipes"), 4),
-    "testing": 4,
+    **dict.fromkeys(("testing", "watch"), 4),
 }
 ROOMS = {  # of train/: a room imports those below it
     "model": 0,
@@ -32,8 +32,8 @@ ROOMS = {  # of train/: a room imports those below it
     "engine": 4,
 }
 PRODUCT = 4  # rooms of the top floor may stand on each other (cli on report/, bench/, recipes/)
-PRINTERS = ("cli", "report", "bench", "recipes")
-HOOKED = ("train.access.attachments", "train.access.hooks", "train.access.listening")
+PRINTERS = ("cli", "report", "bench", "recipes", "watch")
+HOOKED = tuple(f"train.access.{n}" for n in ("attachments", "entries", "hooks", "listening"))
 HOOK = re.compile(r"_?register_\w*hook")
 SAVED = re.compile(r"((push|pop)_saved_(tensors_default_)?hooks|saved_tensors_hooks|save_on_cpu)")
 
@@ -51,6 +51,7 @@ OF_THE_USERS = (
     "integrations",
     "report",
     "rehearse",
+    "watch",
 )  # programs, with models and batches
 
 

@@ -119,6 +119,57 @@ def counts(place: torch.device) -> Allocated:
     return Allocated(held["current"], held["peak"], reserved["current"])
 
 
+class Fragments(NamedTuple):
+    """How a CUDA device's memory is cut, as torch's allocator tells, in bytes."""
+
+    total_bytes: int
+    """Of the device."""
+    free_bytes: int
+    """Free for any process."""
+    reserved_bytes: int
+    """Taken from the driver by this process's allocator."""
+    allocated_bytes: int
+    """Of those, in tensors."""
+    largest_free_bytes: int
+    """The largest piece that the allocator holds and no tensor uses."""
+    n_free: int
+    """How many such pieces."""
+    n_segments: int
+    """Blocks taken from the driver."""
+    n_retries: int
+    """How often it gave blocks back to the driver to find room."""
+    expands: bool
+    """Whether its segments grow, so that free memory is in one piece."""
+
+    @property
+    def unused_bytes(self) -> int:
+        return max(0, self.reserved_bytes - self.allocated_bytes)
+
+
+def fragments(place: torch.device) -> Fragments | None:
+    """Return how the memory of a CUDA device is cut; None on a CPU."""
+    if place.type != "cuda":
+        return None
+    free, total = torch.cuda.mem_get_info(place)
+    held = counts(place)
+    index = torch.cuda.current_device() if place.index is None else place.index
+    segments = [s for s in torch.cuda.memory_snapshot() if s.get("device") == index]
+    blocks = [block for segment in segments for block in segment.get("blocks", ())]
+    unused = [int(block["size"]) for block in blocks if block["state"] == "inactive"]
+    stats = torch.cuda.memory_stats(place)
+    return Fragments(
+        total_bytes=int(total),
+        free_bytes=int(free),
+        reserved_bytes=held.reserved_bytes,
+        allocated_bytes=held.now_bytes,
+        largest_free_bytes=max(unused, default=0),
+        n_free=len(unused),
+        n_segments=len(segments),
+        n_retries=int(stats.get("num_alloc_retries", 0)),
+        expands=any(segment.get("is_expandable") for segment in segments),
+    )
+
+
 def accelerator_rng(place: torch.device) -> torch.Tensor | None:
     """Return the state of a CUDA device's generator; None for a CPU."""
     return torch.cuda.get_rng_state(place) if place.type == "cuda" else None

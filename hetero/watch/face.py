@@ -1,0 +1,174 @@
+"""`hetero.watch`: what held the memory of a program that is not hetero's (floor 4)."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from hetero.config import Config, Settings
+from hetero.device import allocated, fragments
+from hetero.watch.observer import Observer, is_shortage
+from hetero.watch.page import write
+from hetero.watch.proposal import Machine, Proposal, propose
+from hetero.watch.report import Ending, Report, lines
+from hetero.watch.signals import Terminations
+from hetero.watch.stacks import Line, lines_of, present
+
+PAGE = "hetero-watch.html"
+PATIENCE = 120.0  # seconds for a rehearsal
+HURRY = 10.0  # the same after a signal: what sent it may not wait long
+NOT_YET = Proposal("", ("the rehearsal was not over when this was written",))
+BROKEN = "hetero watch: no page was written: {}: {}"
+
+
+class Watch:
+    """A ``with`` block of `watch`."""
+
+    def __init__(self, path: Path, config: Config, program: str) -> None:
+        self.path = path
+        """Of the page."""
+        self.report: Report | None = None
+        """After the block."""
+        self._config = config
+        self._program = program
+        self._observer = Observer()
+        self._signals = Terminations(self._terminated)
+        self._began = time.monotonic()
+
+    def __enter__(self) -> Watch:
+        self._began = time.monotonic()
+        self._observer.install()
+        self._signals.install()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is not None:
+            self._observer.failed(error)
+        ending, said = ending_of(error)
+        if self._signals.received and ending is not Ending.SHORT:
+            ending, said = Ending.SIGNAL, self._signals.received
+        self._finish(ending, said, () if error is None else lines_of(error), PATIENCE)
+
+    def _terminated(self, name: str) -> None:
+        self._finish(Ending.SIGNAL, name, present(), HURRY)
+
+    def _finish(self, ending: Ending, said: str, stack: tuple[Line, ...], patience: float) -> None:
+        """Stop to follow the program, and write its page; an error here ends nothing."""
+        try:
+            report = self._seen(ending, said, stack)
+        except Exception as error:
+            tell(BROKEN.format(type(error).__name__, error))
+            return
+        finally:
+            self._observer.remove()
+            self._signals.remove()
+        try:
+            if ending is Ending.SIGNAL:
+                write(report, self.path)  # before the sender loses patience
+            report = replace(report, proposal=self._proposal(report, patience))
+            write(report, self.path)
+        except Exception as error:
+            tell(BROKEN.format(type(error).__name__, error))
+        self.report = report
+        for line in lines(report, str(self.path)):
+            tell(line)
+
+    def _seen(self, ending: Ending, said: str, stack: tuple[Line, ...]) -> Report:
+        observer = self._observer
+        last = observer.now("at the end")
+        observer.sampler.end()
+        return Report(
+            program=self._program,
+            ending=ending,
+            said=said,
+            stack=stack,
+            seconds=time.monotonic() - self._began,
+            place=str(observer.place),
+            steps=observer.steps.count,
+            rows=tuple(observer.steps.rows),
+            n_samples=observer.sampler.n_samples,
+            peak=observer.sampler.peak,
+            last=last,
+            shortage=observer.shortage,
+            fragments=fragments(observer.place),
+            proposal=NOT_YET,
+            why_off=observer.why_off,
+        )
+
+    def _proposal(self, report: Report, patience: float) -> Proposal:
+        counts = allocated(self._observer.place)
+        pictures = (report.picture, report.peak or report.last)
+        most = max(picture.n_bytes for picture in pictures)
+        if counts is not None:
+            most = max(most, counts.peak_bytes)
+        cut = report.shortage.fragments if report.shortage is not None else None
+        had = Machine(self._observer.place, most, cut or report.fragments)
+        return propose(self._observer.program, had, self._config, report.shortage, patience)
+
+
+def ending_of(error: BaseException | None) -> tuple[Ending, str]:
+    """Return how a program ended that raised this."""
+    if error is None:
+        return Ending.ENDED, ""
+    if isinstance(error, SystemExit):
+        return Ending.ENDED, f"exit status {error.code}" if error.code else ""
+    if isinstance(error, KeyboardInterrupt):
+        return Ending.SIGNAL, "SIGINT"
+    ending = Ending.SHORT if is_shortage(error) else Ending.RAISED
+    said = error.args[0] if error.args else ""
+    return ending, f"{type(error).__name__}: {said}"
+
+
+def tell(line: str) -> None:
+    print(line, file=sys.stderr)
+
+
+def watch(
+    path: str | Path = PAGE,
+    *,
+    program: str | None = None,
+    config: Settings = None,
+    **settings: Any,
+) -> Watch:
+    """Follow the torch program inside a ``with`` block, and write one page about its memory.
+
+    The page, and ten lines on standard error, come at the end of the block, at an error (running
+    out of memory above all), or at a SIGTERM that would end the process. They say what held the
+    memory by use, module and place in the program, with Python stacks; how CUDA's memory is cut;
+    and the settings with which `hetero.prepare` would have run the largest step, rehearsed.
+
+    The first two steps, later ones at doubling distances, and each with a larger batch than all
+    before are seen allocation by allocation; in the others a call of a module costs a test of an
+    attribute. No number that the program computes changes, and no generator. Only the thread that
+    enters the block is followed.
+
+    Args:
+        path: of the page, an HTML file that needs no network.
+        program: its name on the page; None: the script's.
+        config: as for `hetero.prepare`: where the rehearsal begins; ``settings`` go on top.
+        settings: as ``hbm="20GiB"``; ``profile`` names the machine. None: budgets of what the
+            program had, and the profile of hetero's own that is most like this machine.
+
+    Raises:
+        ConfigError: a setting cannot be honoured.
+
+    Example:
+        >>> import torch, hetero
+        >>> model = torch.nn.Linear(8, 8)
+        >>> with hetero.watch("runs/page.html", program="an example") as watched:
+        ...     model(torch.ones(4, 8)).sum().backward()
+        >>> watched.report.ending.value
+        'ended'
+    """
+    name = program or os.path.basename(sys.argv[0]) or "the program"
+    return Watch(Path(path), Config.load(config, **settings), name)
