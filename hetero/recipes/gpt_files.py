@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hetero.api import comm_of
+from hetero.api import company_of
 from hetero.export import export
 from hetero.recipes.gpt import GPT
 
@@ -37,7 +37,7 @@ def write_gpt(model: GPT, folder: Path) -> None:
     Ranks that share it read it together, and the first one writes.
     """
     values = dict(renamed(model.state_dict()))
-    if comm_of(model).rank:
+    if company_of(model).rank:
         return
     export(tree(values), folder)
     for name, data in {"config.json": config_of_gpt(model), **tokenizer(model)}.items():

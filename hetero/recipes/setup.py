@@ -1,17 +1,15 @@
-"""Folders, optimizer, schedule and budgets of a run, from its options (floor 4)."""
+"""The budgets of a run, from its options (floor 4)."""
 
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
-from hetero import optim
 from hetero.config import Config
 from hetero.device import open_device
 from hetero.io import make_folder
@@ -19,56 +17,12 @@ from hetero.recipes.folders import RUNS
 from hetero.recipes.options import TrainOptions, is_unlimited
 from hetero.rehearse.plan import plan
 
-WARM_UP = 0.1  # of the steps
-FLOOR = 0.1  # of the peak learning rate, where the cosine ends
-MOMENTUM = 0.9
-BETAS = {"betas": (0.9, 0.95)}
-OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
-    "adamw": (torch.optim.AdamW, BETAS),
-    "adam": (torch.optim.Adam, BETAS),
-    "sgd": (torch.optim.SGD, {"momentum": MOMENTUM}),
-    "adafactor": (torch.optim.Adafactor, {}),
-    "lion": (optim.Lion, {}),
-    "adamw8bit": (optim.AdamW8bit, {}),
-}
 STATES_PER_BUDGET = 4  # the demo's hbm is this part of parameters, gradients and the two moments
 STATES_PER_HOST = 2  # and its host is this part; the disk has the rest
 QUARTER, HALF = "a quarter of the states", "half of the states"
 NEEDED = "what a rehearsal of this batch needs"
 SPARE = 1 / 32  # of a rehearsed need, which knows no kernel's workspace
 ANY_CPU, ANY_GPU = "laptop-4c-avx2-ddr4", "rtx4090"  # profiles: bytes are those of any machine
-
-
-# -- optimizer and schedule ----------------------------------------------------------------------
-
-
-def optimizer_of(model: nn.Module, options: TrainOptions) -> torch.optim.Optimizer:
-    params = [param for param in model.parameters() if param.requires_grad]
-    kind, more = OPTIMIZERS[options.optimizer]
-    made: torch.optim.Optimizer = kind(
-        params, lr=options.lr, weight_decay=options.weight_decay, **more
-    )
-    return made
-
-
-def factor_of(options: TrainOptions, steps: int) -> Callable[[int], float]:
-    """Return the factor of the learning rate at a step: a linear warm-up, then the schedule."""
-    warm_up = max(1, int(WARM_UP * steps)) if options.warmup is None else options.warmup
-
-    def factor(step: int) -> float:
-        if step < warm_up:
-            return (step + 1) / warm_up
-        done = min(1.0, (step - warm_up) / max(1, steps - warm_up))
-        if options.schedule == "constant":
-            return 1.0
-        if options.schedule == "linear":
-            return 1 - done
-        return FLOOR + (1 - FLOOR) * (1 + math.cos(math.pi * done)) / 2
-
-    return factor
-
-
-# -- budgets -------------------------------------------------------------------------------------
 
 
 class Settled(NamedTuple):

@@ -26,6 +26,7 @@ from hetero.errors import ConfigError
 from hetero.parallel.launch import Launch, launch
 from hetero.parallel.mesh import refuse_stages
 from hetero.recipes.folders import folder_of, record_folder
+from hetero.recipes.optimizers import factor_of, optimizer_of
 from hetero.recipes.options import TrainOptions, check_paths_of, installed, settings_of
 from hetero.recipes.passes import Passes
 from hetero.recipes.record import Recording
@@ -37,13 +38,7 @@ from hetero.recipes.result import (
     StepReport,
     TrainResult,
 )
-from hetero.recipes.setup import (
-    Settled,
-    factor_of,
-    optimizer_of,
-    settings_for,
-    states_of,
-)
+from hetero.recipes.setup import Settled, settings_for, states_of
 from hetero.recipes.task import Task, count, demo, loss_of
 from hetero.recipes.text import unigram_entropy
 from hetero.rehearse.plan import Plan, plan

@@ -9,7 +9,7 @@ from torch import nn
 
 from hetero.errors import ConfigError
 from hetero.integrations.adapters import with_adapters
-from hetero.recipes.setup import OPTIMIZERS
+from hetero.recipes.optimizers import OPTIMIZERS
 from hetero.rehearse.models import META
 from hetero.rehearse.twin import twin_of
 

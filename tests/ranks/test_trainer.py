@@ -17,7 +17,7 @@ import transformers
 
 import hetero
 from hetero import CheckpointError
-from hetero.api import comm_of
+from hetero.api import company_of
 from hetero.errors import DiskFull
 from hetero.export import write
 from hetero.integrations.transformers import trainer as trainer_of
@@ -52,7 +52,7 @@ def on_ranks(rank: int, folder: Path, resume: bool) -> tuple[Values, int]:
     cls = trainer_of(transformers.Trainer)
     found = trained(cls, folder, resume, hetero={**SETTINGS, "mesh": "world"})
     weights = {k: v.clone() for k, v in found.model.state_dict().items()}
-    return weights, comm_of(found.model).size
+    return weights, company_of(found.model).size
 
 
 @pytest.mark.parametrize("resume", [False, pytest.param(True, marks=pytest.mark.slow)])
@@ -110,7 +110,7 @@ def fails_to_export(rank: int, folder: Path, one_sided: bool, at: int) -> None:
     io = FaultPlan()
     if rank == 0:
         io.fail_at("write", at, errno.ENOSPC)
-    comm = comm_of(model)
+    comm = company_of(model)
     try:
         write(model, folder, 1500, io, comm, gathers=comm.node is None)
     finally:

@@ -20,9 +20,10 @@ from hetero.errors import BudgetError, ConfigError
 from hetero.events import What
 from hetero.recipes import record
 from hetero.recipes.gpt import GPT, GPTConfig
+from hetero.recipes.optimizers import factor_of
 from hetero.recipes.options import TrainOptions, gathered, settings_of
 from hetero.recipes.result import RunStart, StepReport, TrainResult
-from hetero.recipes.setup import HALF, NEEDED, QUARTER, factor_of, settings_for
+from hetero.recipes.setup import HALF, NEEDED, QUARTER, settings_for
 from hetero.recipes.task import load_tokens, shape
 from hetero.recipes.text import (
     Batches,
