@@ -33,6 +33,7 @@ from hetero.device.comm import Comm
 from hetero.errors import CheckpointCorrupt, ConfigError, DivergenceError, StateError
 from hetero.io import IO, Folder, make_folder
 from hetero.memory.layout import Bucket
+from hetero.parallel.mesh import refuse_stages
 from hetero.train.engine.engine import Engine
 from hetero.train.engine.snapshot import Name, Part, Saving, of_tensor
 from hetero.train.engine.state_dict import Scalars, counted_at_close, parts_of, scalars_of
@@ -239,7 +240,7 @@ def check_pair(engine: Engine, optimizer: Optimizer | None) -> None:
 
 
 def check_whole(engine: Engine) -> None:
-    """Refuse parts of tensors: a manifest names elements of whole ones."""
+    """Refuse parts of tensors, and of models: a manifest names elements of whole ones."""
     if engine.setup.parts.kinds:
         raise ConfigError(
             "parameters are parts of tensors that ranks divide (DTensors), of which"
@@ -247,6 +248,12 @@ def check_whole(engine: Engine) -> None:
             advice="save model.state_dict() and optimizer.state_dict() with"
             " torch.distributed.checkpoint, which loads them at any mesh",
         )
+    refuse_stages(
+        engine.setup.config.mesh,
+        "a checkpoint of hetero's, which would hold one rank's stages,",
+        advice="save {index: stage.state_dict()} of each rank's stages, and optimizer.state_dict(),"
+        " with torch.distributed.checkpoint or to files of its own",
+    )
 
 
 def meta_of(
