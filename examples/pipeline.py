@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 examples/pipeline.py [STEPS]
 
-The schedule is torch's. The stages of a rank are prepared together, as one model with one optimizer.
+The schedule is torch's. A rank's stages are prepared together, as one model with one optimizer.
 """
 
 from __future__ import annotations
