@@ -6,6 +6,7 @@ import itertools
 import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -316,6 +317,18 @@ def test_an_output_that_is_no_tensor_is_an_error_on_all_ranks() -> None:
     assert "stage 0 returns dict" in str(stage)
     assert isinstance(other, RankLost)
     assert "rank 0 left (ConfigError" in str(other)
+
+
+def saves(rank: int, folder: str) -> None:
+    model: Any = stage_of(rank)
+    model, optimizer = hetero.prepare(model, optimizer_of(model, "sgd"), hbm=HBM[1], **SETTINGS)
+    hetero.save_checkpoint(folder, model, optimizer)
+
+
+def test_a_checkpoint_of_one_ranks_stages_is_refused(tmp_path: Path) -> None:
+    for error in ends(saves, str(tmp_path)):
+        assert isinstance(error, ConfigError)
+        assert "one rank's stages" in str(error)
 
 
 def fails(rank: int, how: str) -> None:
