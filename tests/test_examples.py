@@ -145,6 +145,15 @@ def test_ranks_divide_the_tensors_of_a_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow  # 15 s of processes that import
+def test_ranks_run_a_pipeline(tmp_path: Path) -> None:
+    out = launched("pipeline.py", 12, tmp_path)
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", out)]
+    assert losses[-1] < losses[0] - 1.0
+    seen = re.findall(r"(\d+) evictions, (\d+) misses", out)
+    assert [(int(evictions) > 3, misses) for evictions, misses in seen] == [(True, "0")] * 2
+
+
+@pytest.mark.slow  # 15 s of processes that import
 def test_ranks_share_a_model(tmp_path: Path) -> None:
     out = launched("ranks.py", 6, tmp_path)
     kept = [int(n.replace(",", "")) for n in re.findall(r"keeps ([\d,]+) bytes", out)]

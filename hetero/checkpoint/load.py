@@ -33,7 +33,7 @@ from hetero.checkpoint.checks import (
     understood,
 )
 from hetero.checkpoint.reader import CheckpointReader
-from hetero.checkpoint.save import KINDS, HasState, check_pair, rng_state
+from hetero.checkpoint.save import KINDS, HasState, check_pair, check_stages, rng_state
 from hetero.checkpoint.together import together
 from hetero.checkpoint.values import decode
 from hetero.checkpoint.verify import read_all
@@ -90,6 +90,7 @@ def load_checkpoint(
             nothing was changed; UnsafeCheckpoint, CheckpointTooNew, StorageError.
     """
     engine = engine_of(model)
+    check_stages(engine)
     check_pair(engine, optimizer)
     comm = engine.setup.comm.everyone
     with ExitStack() as files:

@@ -33,6 +33,7 @@ from hetero.device import accelerator_rng
 from hetero.errors import CheckpointCorrupt, ConfigError, DivergenceError, StateError
 from hetero.io import IO, Folder, make_folder
 from hetero.memory.layout import Bucket
+from hetero.parallel.mesh import refuse_stages
 from hetero.train.engine.engine import Engine
 from hetero.train.engine.snapshot import Name, Part, Saving, of_tensor
 from hetero.train.engine.state_dict import Scalars, counted_at_close, parts_of, scalars_of
@@ -125,6 +126,7 @@ def save_checkpoint(
     are then unchanged. ConfigError for an ``extra`` of other types.
     """
     engine = engine_of(model)
+    check_stages(engine)
     check_pair(engine, optimizer)
     if keep_last is not None and keep_last < 1:
         raise ConfigError(f"keep_last={keep_last}", advice="keep_last takes a positive number")
@@ -235,6 +237,16 @@ def check_pair(engine: Engine, optimizer: Optimizer | None) -> None:
             else "the model was prepared with an optimizer, which is not given",
             advice="pass both as hetero.prepare returned them",
         )
+
+
+def check_stages(engine: Engine) -> None:
+    """Refuse stages of a pipeline: a manifest names elements of whole models."""
+    refuse_stages(
+        engine.setup.config.mesh,
+        "a checkpoint of hetero's, which would hold one rank's stages,",
+        advice="save {index: stage.state_dict()} of each rank's stages, and optimizer.state_dict(),"
+        " with torch.distributed.checkpoint or to files of its own",
+    )
 
 
 def meta_of(

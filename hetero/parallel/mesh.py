@@ -217,13 +217,18 @@ def sizes_named(mesh: Any) -> Mapping[str, int]:
     return dict(zip(names, mesh.shape, strict=False)) if names else {}
 
 
-def refuse_stages(mesh: Any, what: str) -> None:
+OWN_LOOP = (
+    "call hetero.prepare(nn.ModuleList(stages), optimizer, mesh=...) in a loop of your own, with a"
+    " schedule of torch.distributed.pipelining"
+)
+
+
+def refuse_stages(mesh: Any, what: str, advice: str = OWN_LOOP) -> None:
     """Refuse a mesh with stages of a pipeline where ``what`` takes each rank's model for all."""
     if sizes_named(mesh).get(STAGES, 1) > 1:
         raise ConfigError(
             f"mesh={mesh!r}: {what} knows no pipelines",
-            advice="call hetero.prepare(nn.ModuleList(stages), optimizer, mesh=...) in a loop of"
-            " your own, with a schedule of torch.distributed.pipelining",
+            advice=advice,
         )
 
 

@@ -155,14 +155,12 @@ class Aside:
         self._todo: queue.SimpleQueue[Waited | None] = queue.SimpleQueue()
         # one that waits for a lost rank is left behind, and must not hold up the end of the process
         threading.Thread(target=block_in_all, args=(self._todo,), daemon=True).start()
+        self.close: Callable[[], object] = weakref.finalize(self, self._todo.put, None)
 
     def begin(self, work: dist.Work) -> Waited:
         waited = Waited(work)
         self._todo.put(waited)
         return waited
-
-    def close(self) -> None:
-        self._todo.put(None)
 
 
 def block_in_all(todo: queue.SimpleQueue[Waited | None]) -> None:

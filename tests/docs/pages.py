@@ -19,7 +19,11 @@ FRONT = (
 )
 PAGES = (*FRONT, *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs").rglob("*.md")))
 SIGNATURES = "docs/reference/api.md"  # its snippets are stubs
-RANKS = ("docs/ranks.md", "docs/tensor-parallel.md")  # whose snippets need several processes
+RANKS = (
+    "docs/ranks.md",
+    "docs/tensor-parallel.md",
+    "docs/pipelines.md",
+)  # whose snippets need several processes
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 MARK = re.compile(r"<!-- (prepared|compiled only: .+) -->\s*\Z")
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")

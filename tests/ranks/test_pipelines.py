@@ -6,12 +6,14 @@ import itertools
 import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, schedules
 
 import hetero
@@ -145,6 +147,36 @@ def cases() -> Iterator[Case]:
 @pytest.mark.parametrize("case", list(cases()), ids="-".join)
 def test_prepared_stages_give_the_bits_of_plain_ones(case: Case) -> None:
     check(case)
+
+
+def evaluated(rank: int, is_prepared: bool) -> list[torch.Tensor]:
+    """Train a rank's only stage, and evaluate between steps; return weights and results."""
+    model: Any = stage_of(rank)
+    optimizer: Any = optimizer_of(model, "sgd")
+    if is_prepared:
+        mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("pp",))
+        settings = {**SETTINGS, "hbm": HBM[1], "mesh": mesh}
+        model, optimizer = hetero.prepare(model, optimizer, **settings)
+    schedule = scheduled("ScheduleGPipe", nn.ModuleList([model]), rank)
+    found = []
+    for number in range(2):
+        x, target = batch(number, 0)
+        found += stepped(schedule, rank, (x, target))
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            given: dict[str, Any] = {"target": target} if rank else {}
+            found.append(schedule.eval(*[x] * (rank == 0), **given))
+    return [*model.state_dict().values(), *(each for each in found if each is not None)]
+
+
+def both_evaluated(rank: int) -> bool:
+    pairs = zip(*(evaluated(rank, is_prepared) for is_prepared in (False, True)), strict=True)
+    return all(torch.equal(a, b) for a, b in pairs)
+
+
+def test_the_only_stage_of_a_rank_is_prepared_as_it_is_and_evaluated_between_steps() -> None:
+    assert run_ranks(RANKS, both_evaluated) == [True, True]
 
 
 # -- stages of which several ranks keep shares -----------------------------------------------------
@@ -285,6 +317,18 @@ def test_an_output_that_is_no_tensor_is_an_error_on_all_ranks() -> None:
     assert "stage 0 returns dict" in str(stage)
     assert isinstance(other, RankLost)
     assert "rank 0 left (ConfigError" in str(other)
+
+
+def saves(rank: int, folder: str) -> None:
+    model: Any = stage_of(rank)
+    model, optimizer = hetero.prepare(model, optimizer_of(model, "sgd"), hbm=HBM[1], **SETTINGS)
+    hetero.save_checkpoint(folder, model, optimizer)
+
+
+def test_a_checkpoint_of_one_ranks_stages_is_refused(tmp_path: Path) -> None:
+    for error in ends(saves, str(tmp_path)):
+        assert isinstance(error, ConfigError)
+        assert "one rank's stages" in str(error)
 
 
 def fails(rank: int, how: str) -> None:

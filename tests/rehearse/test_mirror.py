@@ -120,5 +120,10 @@ def test_a_plan_of_unknown_ranks_is_refused() -> None:
         ranks_of("world", cluster(4))
 
 
+def test_a_plan_of_a_pipeline_is_refused() -> None:
+    with pytest.raises(ConfigError, match="a plan knows no pipelines"):
+        ranks_of({"pp": 2, "dp_shard": 2}, cluster(4))
+
+
 def test_copies_that_are_not_cut_are_no_ranks() -> None:
     assert ranks_of({"dp_replicate": 4}, cluster(4)).size == 1

@@ -12,7 +12,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 import hetero
-from hetero.api import status
+from hetero.api import engine_of, status
 from hetero.train.gradients.slot import LazyGrad
 
 D, STEPS = 32, 5
@@ -133,3 +133,14 @@ def test_a_gradient_whose_base_is_held_counts_as_it_is_at_the_step() -> None:
     optimizer.step()
 
     assert torch.equal(weight.detach(), before - 0.5)
+
+
+def test_the_half_of_a_pass_that_is_for_weights_alone_is_measured() -> None:
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(*(Block() for _ in range(8)))
+    settings = {"device": "cpu:sim", "hbm": 28 * 1024, "chunk_bytes": 1024}
+    model, _ = hetero.prepare(model, torch.optim.SGD(model.parameters()), **settings)
+    by_halves(model, torch.randn(1, D))
+
+    seen = engine_of(model).residence.fitting.meter.seen_bytes()
+    assert seen > D * D * 4  # a weight's gradient; all else is 2 KiB

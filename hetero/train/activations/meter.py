@@ -214,6 +214,7 @@ class TracedMeter(Uninterrupted):
 
     Args:
         keeper: returns the enforcer of the budget.
+        has: whether a leaf of a graph is a parameter of the measured model.
         ours: whether the running forward or backward is of the measured model.
         passing: gradients on their way down; their limit is counted instead, since their number at
             the peak is chance.
@@ -224,11 +225,13 @@ class TracedMeter(Uninterrupted):
         footprint: GraphFootprint,
         *,
         keeper: Callable[[], Keeper],
+        has: Callable[[torch.Tensor], bool],
         ours: Callable[[], bool],
         passing: Callable[[], Iterable[torch.Tensor]],
         wrappers: tuple[type, ...] = (),
     ) -> None:
         self._footprint = footprint
+        self.has = has
         self._keeper = keeper
         self._mode = LiveBytes(grown=self._look, ours=ours, passing=passing, wrappers=wrappers)
         self._end = 0
@@ -291,6 +294,7 @@ def make_meter(
     slack_bytes: int,
     others: Callable[[], int],
     passing: Callable[[], Iterable[torch.Tensor]],
+    has: Callable[[torch.Tensor], bool],
     ours: Callable[[], bool],
     keeper: Callable[[], Keeper],
     wrappers: tuple[type, ...] = (),
@@ -307,7 +311,9 @@ def make_meter(
             *(device, footprint, others), passing=passing, trains=trains, slack_bytes=slack_bytes
         )
     if traced:
-        return TracedMeter(footprint, keeper=keeper, ours=ours, passing=passing, wrappers=wrappers)
+        return TracedMeter(
+            footprint, keeper=keeper, has=has, ours=ours, passing=passing, wrappers=wrappers
+        )
     return BoundMeter(footprint, gradient_bytes)
 
 
@@ -325,7 +331,8 @@ def _for_passes(run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def meters_of(roots: Sequence[Any]) -> list[TracedMeter]:
-    """Return the meters of the models whose outputs a graph leads to.
+    """Return the meters of the models whose outputs or parameters a graph leads to. A pass that
+    begins inside a model (for weights alone, in a pipeline) comes to no output.
 
     Other graphs are left alone: compiled code runs differently under any mode.
     """
@@ -339,6 +346,9 @@ def meters_of(roots: Sequence[Any]) -> list[TracedMeter]:
         meter = node.metadata.get(MADE_BY, noop)()
         if meter is not None:
             found[id(meter)] = meter
+        leaf = getattr(node, "variable", None)
+        if leaf is not None:
+            found.update({id(each): each for each in _meters if each.has(leaf)})
         for below, _ in node.next_functions:
             if below is not None and below not in seen:
                 seen.add(below)

@@ -77,6 +77,7 @@ class HbmDivision:
                 + trained.passage.n_bytes
             ),
             passing=ring.sources,
+            has=lambda leaf: id(leaf) in runtime.pages.binding.index,
             ours=lambda: runtime.is_running,
             keeper=self._keeper,
             wrappers=setup.parts.kinds,

@@ -20,6 +20,7 @@ from hetero.train.gradients.crossing import exchange_bytes
 from hetero.train.gradients.device_sums import SumSpace
 from hetero.train.gradients.exchange import Exchange
 from hetero.train.gradients.homes import shaped
+from hetero.train.gradients.refusals import assert_dense
 from hetero.train.gradients.slot import (
     NONE,
     GradNorm,
@@ -28,7 +29,7 @@ from hetero.train.gradients.slot import (
     LazyGrad,
     Unsummed,
 )
-from hetero.train.gradients.store import GradStore, assert_dense
+from hetero.train.gradients.store import GradStore
 from hetero.train.model.host_work import host_work
 from hetero.types import Kind
 

@@ -19,20 +19,21 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from hetero.cores import Cores
 from hetero.device import ALONE, Device, Ticket, use_count
-from hetero.errors import ConfigError, StateError
+from hetero.errors import StateError
 from hetero.jobs import Job, Worker
 from hetero.memory.homestore import HomeStore
 from hetero.memory.layout import Bucket, Layout, Segment, row
 from hetero.train.gradients.early_reads import EarlyReads
 from hetero.train.gradients.homes import GRAD, GradHomes, Growing, shaped, standing
 from hetero.train.gradients.references import References, storage_of
+from hetero.train.gradients.refusals import assert_dense, scaled_graph, shared_graph
 from hetero.train.gradients.ring import GradRing
 from hetero.train.gradients.slot import (
     NONE,
@@ -465,38 +466,11 @@ class GradStore:
         self.ring.close()
 
 
-def assert_dense(grad: Any, name: str) -> None:
-    """Refuse gradients that are not plain strided tensors, by name."""
-    if isinstance(grad, torch.Tensor) and grad.layout is not torch.strided:
-        raise ConfigError(
-            f"the gradient of {name!r} is {grad.layout}",
-            advice="build the module with sparse=False; hetero trains dense gradients",
-        )
-
-
-def scaled_graph(name: str) -> StateError:
-    """Return the error for a gradient with a graph, under loss scaling."""
-    return StateError(
-        f"the gradient of {name!r} has a graph (create_graph=True), which loss scaling would leave"
-        " scaled",
-        advice="use torch.autograd.grad for the inner gradient, or precision='bf16'",
-    )
-
-
 def norms_of(params: Iterable[nn.Parameter]) -> list[float]:
     """Return the 2-norm of every gradient; waits for the device once."""
     grads = [g for g in map(get_grad, params) if g is not None]
     wide = (g if isinstance(g, LazyGrad) else g.float() for g in grads)
     return read_together([torch.linalg.vector_norm(grad, 2.0) for grad in wide])
-
-
-def shared_graph(name: str) -> StateError:
-    """Return the error for a gradient with a graph that other ranks add to."""
-    return StateError(
-        f"the gradient of {name!r} has a graph (create_graph=True), and gradients are summed over"
-        " ranks",
-        advice="use torch.autograd.grad for the inner gradient",
-    )
 
 
 def read_together(numbers: Sequence[torch.Tensor]) -> list[float]:
