@@ -27,10 +27,10 @@ from hetero.recipes.flags import (
     PRECISION,
     RunCommand,
     fields_as_options,
-    mesh_sizes,
     option,
     unit_options,
 )
+from hetero.recipes.options import mesh_sizes
 from hetero.version import __version__
 
 if TYPE_CHECKING:

@@ -19,6 +19,7 @@ from hetero.boxes import Side, cuts_of, divided, sizes_of
 from hetero.errors import ConfigError, StateError
 from hetero.internals import version_of
 from hetero.memory.layout import Layout
+from hetero.parallel.recipe import parallelize as parallelize
 from hetero.train.gradients.slot import LazyGrad
 from hetero.train.model import binding
 from hetero.train.model.binding import Binding, PartBinding

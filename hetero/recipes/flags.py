@@ -9,7 +9,6 @@ from typing import Any
 import click
 
 from hetero.config import ACTIVATIONS, DEVICES, FROZEN, PRECISIONS, Config
-from hetero.errors import ConfigError
 from hetero.recipes.options import SETTINGS, FieldForm, TrainOptions, documented, forms
 
 POSITIVE = click.IntRange(min=1)
@@ -105,14 +104,3 @@ def taken(args: list[str], values: Mapping[str, bool]) -> int:
             break
         count += 1 if equals or not values[name] else 2
     return min(count, len(args))
-
-
-def mesh_sizes(given: str) -> dict[str, int]:
-    """Return sizes by axis from text as dp_replicate=2,dp_shard=4."""
-    pairs = [part.partition("=") for part in given.split(",")]
-    wrong = [name for name, _, size in pairs if not size.isdecimal() or not int(size)]
-    if wrong:
-        raise ConfigError(
-            f"--mesh {given}: no size of {wrong[0]!r}", advice="write --mesh dp_shard=4"
-        )
-    return {name.strip(): int(size) for name, _, size in pairs}

@@ -146,6 +146,17 @@ def command_options(file: str | None, given: Mapping[str, Any]) -> TrainOptions:
     return options
 
 
+def mesh_sizes(given: str) -> dict[str, int]:
+    """Return sizes by axis from text as dp_replicate=2,dp_shard=4."""
+    pairs = [part.partition("=") for part in given.split(",")]
+    wrong = [name for name, _, size in pairs if not size.isdecimal() or not int(size)]
+    if wrong:
+        raise ConfigError(
+            f"--mesh {given}: no size of {wrong[0]!r}", advice="write --mesh dp_shard=4"
+        )
+    return {name.strip(): int(size) for name, _, size in pairs}
+
+
 def tidy(form: FieldForm, value: Any) -> Any:
     """Return a value in its form: a list of one in place of one, a float of an int."""
     if form.is_list:

@@ -16,7 +16,8 @@ from hetero.config import Config
 from hetero.device import open_device
 from hetero.errors import BudgetError, ConfigError
 from hetero.io import make_folder
-from hetero.recipes.options import TrainOptions
+from hetero.parallel.mesh import TENSOR, device_mesh, sizes_of
+from hetero.recipes.options import TrainOptions, mesh_sizes
 from hetero.recipes.record import free_folder
 from hetero.train.engine.blueprint import draw
 from hetero.train.engine.spill import draw_spill
@@ -79,6 +80,32 @@ def record_folder(options: TrainOptions, folder: Path) -> Path | None:
     return free_folder(Path(options.record) if options.record else folder / RECORDING)
 
 
+# -- the model -----------------------------------------------------------------------------------
+
+
+def divided(model: nn.Module, config: Config, n_ranks: int) -> int:
+    """Divide a model's layers over the axis "tp" of the mesh; returns how many ranks that are.
+
+    Raises ConfigError for a model without values, or of other layers, or that they do not divide.
+    """
+    sizes = {} if config.mesh is None else sizes_of(config.mesh, n_ranks)
+    if sizes.get(TENSOR, 1) == 1:
+        return 1
+    from hetero.parallel.recipe import parallelize  # other runs do not pay for the import
+
+    empty = next((name for name, param in model.named_parameters() if param.is_meta), None)
+    if empty is not None:
+        raise ConfigError(
+            f"--mesh with {TENSOR}={sizes[TENSOR]}: {empty!r} is read from its file by prepare, and"
+            " not in the model yet",
+            advice="name a preset with --model; for other models write a loop: docs/tensor-parallel"
+            ".md",
+        )
+    kind = open_device(config.device).torch_device.type
+    parallelize(model, device_mesh(kind, sizes)[TENSOR])
+    return sizes[TENSOR]
+
+
 # -- optimizer and schedule ----------------------------------------------------------------------
 
 
@@ -116,6 +143,8 @@ def settings_of(options: TrainOptions) -> Config:
     given = dict(options.settings)
     if is_unlimited(options):
         given["hbm"] = None
+    if isinstance(given.get("mesh"), str) and "=" in given["mesh"]:  # of the command line
+        given["mesh"] = mesh_sizes(given["mesh"])
     return Config.load(None, **given)
 
 

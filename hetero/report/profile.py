@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from hetero.api import update_place
+from hetero.api import axes_of, update_place
 from hetero.config import Config
 from hetero.errors import ConfigError, StateError
 from hetero.events import EventLog
@@ -159,8 +159,9 @@ def meta_of(engine: Engine) -> Meta:
             BucketMeta(b.unit, b.n_bytes, b.numel, b.trainable, b.home_bytes)
             for b in layout.buckets
         ],
-        rank=engine.setup.comm.rank,
-        n_ranks=engine.setup.comm.size,
+        rank=engine.setup.comm.everyone.rank,
+        n_ranks=engine.setup.comm.everyone.size,
+        mesh=axes_of(engine),
         versions=versions(),
         settings=given(engine.setup.config),
         **hardware(engine.setup.config.profile),

@@ -277,7 +277,7 @@ def test_shares_lie_on_top_of_parts(
 def compared_shares(rank: int, run: TensorRun) -> tuple[list[str], int]:
     expected = micro_batches_by_torch(run)
     model, plain = built(run)
-    mesh = {"dp_shard": run.dp, "tp": 2}
+    mesh = {"dp_replicate": 1, "dp_shard": run.dp, "cp": 1, "tp": 2}
     model, optimizer = hetero.prepare(model, plain, **TIGHT, mesh=mesh)
     found = train(
         *(model, optimizer, run, lambda _, most: optimizer.clip_grad_norm_(most)), dp=rank // 2
@@ -407,6 +407,8 @@ def refused(rank: int, folder: str) -> None:
     prepare(ConfigError, "are DTensors on ranks 0, 1", mesh="world")
     prepare(ConfigError, '"tp" is of 1', mesh={"dp_shard": 2})
     prepare(ConfigError, "there are 2", mesh={"tp": 4})
+    prepare(ConfigError, "context parallel", mesh={"cp": 2})
+    prepare(ConfigError, "context parallel", mesh={"cp": 2, "tp": 2})
     model, _ = built(run)
     with pytest.raises(ConfigError, match="LAMB may need whole tensors"):
         hetero.prepare(model, hetero.optim.LAMB(model.parameters()), **TIGHT)
