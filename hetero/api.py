@@ -18,6 +18,7 @@ from hetero.interrupts import theirs
 from hetero.parallel.mesh import CONTEXT, REPLICATE, SHARD, TENSOR, open_comm, parts_of
 from hetero.train.engine.alike import (
     check_alike,
+    check_parts_alike,
     check_places,
     share_values,
     values_of,
@@ -87,6 +88,8 @@ def prepare_tuned(
         averages=tuning.averages,
         tensor_ranks=parts.ranks,
     )
+    if parts.kinds:
+        check_parts_alike(comm.everyone, model, parts, inner, config)
     blueprint = draw(model, inner, config, device, comm.n_shares, comm.n_copies, parts)
     check_codes(model, blueprint.layout, parts)
     if comm.size > 1:

@@ -216,7 +216,7 @@ class HeteroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no
         """Whether each process keeps a whole model, whose gradients are averaged here."""
         mesh, world = self.hetero_config.mesh, self.num_processes
         if world == 1 or mesh is None:
-            return world > 1
+            return bool(world > 1)
         sizes = sizes_of(mesh, world)
         return sizes[SHARD] == 1 and sizes[REPLICATE] > 1
 

@@ -188,6 +188,9 @@ class DTensors:
     def place(self, name: str, tensor: torch.Tensor) -> PartPlace | None:
         return place_of(name, tensor) if isinstance(tensor, DTensor) else None
 
+    def shown(self, tensor: torch.Tensor) -> str:
+        return f"{tensor.placements}" if isinstance(tensor, DTensor) else ""
+
     def value(self, param: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
         if not isinstance(param, DTensor):
             return self.local(given)

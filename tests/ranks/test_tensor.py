@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
 
 import hetero
-from hetero.errors import ConfigError, HeteroError, StateError
-from hetero.testing.ranks import run_ranks
+from hetero.errors import ConfigError, DivergenceError, HeteroError, StateError
+from hetero.testing.ranks import outcomes, run_ranks
 from tests.ranks.models import OPTIMIZERS
 from tests.ranks.tensor_models import (
     LM,
@@ -427,6 +427,35 @@ def refused(rank: int, folder: str) -> None:
         hetero.export(built(run)[0], folder)  # which no rank has told the others of
     with pytest.raises(RuntimeError, match="to become the value of a DTensor"):
         model.load_state_dict(LM().state_dict())
+
+
+def unlike(rank: int, what: str) -> None:
+    run = TensorRun("tp")
+    model, plain = built(run)
+    if rank and what == "placements":
+        mesh: Any = model.blocks[0].up.weight.device_mesh
+        copied = model.norm.weight.detach()
+        copied = DTensor.from_local(copied, mesh, [Replicate()], run_check=False)
+        model.norm.weight = nn.Parameter(copied)
+        plain = torch.optim.AdamW(model.parameters())
+    if rank and what == "rate":
+        plain.param_groups[0]["lr"] = 0.5
+    more = {"activations": "recompute"} if rank and what == "settings" else {}
+    hetero.prepare(model, plain, **TIGHT, **more)
+
+
+@pytest.mark.parametrize(
+    "what, said",
+    [
+        ("settings", "the setting activations="),
+        ("rate", "settings of group 0"),
+        ("placements", "parameters"),
+    ],
+)
+def test_ranks_of_a_tensor_that_would_go_apart_are_refused(what: str, said: str) -> None:
+    for each in outcomes(2, unlike, what):
+        assert isinstance(each.error, DivergenceError), each.text
+        assert f"differ in {said}" in str(each.error)
 
 
 def test_parts_on_some_ranks_alone_need_a_mesh() -> None:
