@@ -137,6 +137,7 @@ def gpt_by_torch(rank: int, folder: Path, fields: dict[str, Any]) -> tuple[list[
     return losses, sha.hexdigest()
 
 
+@pytest.mark.slow
 def test_ranks_divide_the_tensors_of_the_demo_as_torch_does(tmp_path: Path) -> None:
     fields = {"accumulate": 1, "mesh": "tp=2"}
     expected = run_ranks(2, gpt_by_torch, tmp_path, fields)[0]
@@ -170,11 +171,12 @@ def test_a_model_that_ranks_do_not_divide_is_refused_on_all(
 
 
 @pytest.mark.slow  # processes that import
-def test_torchrun_launches_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mesh", [[], ["--mesh=tp=2"]], ids=["shares", "parts"])
+def test_torchrun_launches_it(mesh: list[str], tmp_path: Path) -> None:
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    sizes = [f"--{name}={value}" for name, value in SIZES.items()]
+    given = [f"--{name}={value}" for name, value in SIZES.items()] + mesh
     done = subprocess.run(
-        [*launch, "-m", "hetero", "train", *sizes, "--steps=4", "--accumulate=2", "--hbm=360KB"],
+        [*launch, "-m", "hetero", "train", *given, "--steps=4", "--accumulate=2", "--hbm=360KB"],
         capture_output=True,
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
