@@ -15,10 +15,11 @@ from hetero.device import open_device
 from hetero.device.comm import ALONE_COMM, Company
 from hetero.errors import StateError
 from hetero.interrupts import theirs
-from hetero.parallel.mesh import open_comm, parts_of
+from hetero.parallel.mesh import CONTEXT, REPLICATE, SHARD, TENSOR, open_comm, parts_of
 from hetero.parallel.pipeline import open_pipeline
 from hetero.train.engine.alike import (
     check_alike,
+    check_parts_alike,
     check_places,
     share_values,
     values_of,
@@ -106,6 +107,8 @@ def _engine(
         averages=tuning.averages,
         tensor_ranks=parts.ranks,
     )
+    if parts.kinds:
+        check_parts_alike(comm.everyone, model, parts, inner, config)
     blueprint = draw(model, inner, config, device, comm.n_shares, comm.n_copies, parts)
     check_codes(model, blueprint.layout, parts)
     if comm.size > 1:
@@ -250,6 +253,8 @@ class Status:
     """
 
     device: str
+    ranks: dict[str, int]
+    """Along each axis of the mesh; empty for one rank."""
     mode: str
     update_place: str
     update_kernels: dict[str, str]
@@ -284,6 +289,14 @@ class Status:
     schedule: str
 
 
+def axes_of(engine: Engine) -> dict[str, int]:
+    """Return the ranks of a model along each axis; empty for one that is alone."""
+    comm, n_tensor = engine.setup.comm, max(1, len(engine.setup.parts.ranks))
+    if comm.size * n_tensor == 1:
+        return {}
+    return {REPLICATE: comm.n_copies, SHARD: comm.n_shares, CONTEXT: 1, TENSOR: n_tensor}
+
+
 def update_place(engine: Engine) -> str:
     if engine.residence.updates_in_place:
         return "in place"
@@ -313,6 +326,7 @@ def status(model: nn.Module) -> Status:
     here, schedule, names = residence.here(), residence.schedule(), plan.layout.unit_names
     return Status(
         device=setup.device.name,
+        ranks=axes_of(engine),
         mode=residence.name,
         update_place=update_place(engine),
         update_kernels=conditions(setup.device.torch_device),

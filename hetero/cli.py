@@ -24,7 +24,6 @@ from hetero.recipes.flags import (
     SIZE,
     RunCommand,
     fields_as_options,
-    mesh_sizes,
     option,
     unit_options,
 )
@@ -36,6 +35,7 @@ from hetero.recipes.guide import (
     GroupedCommand,
     ModelName,
 )
+from hetero.recipes.options import mesh_sizes
 from hetero.version import __version__
 from hetero.watch.command import watch
 

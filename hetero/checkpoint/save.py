@@ -106,7 +106,8 @@ def save_checkpoint(
     A checkpoint reported as saved is loadable after any crash, and loads bit for bit at any budget,
     chunk size, set of tiers and device. Gradients are not saved: save between steps.
 
-    All ranks that share a model call this, each writes its shares, and all succeed or none does.
+    All ranks that share a model, or divide its tensors, call this; each writes what it has, copies
+    are written once, and all succeed or none does.
     Of values that are not the model's the first rank's count; random generators are each rank's.
 
     Args:

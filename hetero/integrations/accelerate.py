@@ -25,7 +25,7 @@ from hetero.config import Config, Settings
 from hetero.errors import ConfigError, StateError
 from hetero.integrations.parallelism import LAUNCHED, launched_axes, mesh_of_sizes, without
 from hetero.integrations.prepared import is_prepared, load_states, plain_again, trains
-from hetero.parallel.mesh import REPLICATE, SHARD, refuse_stages, sizes_of
+from hetero.parallel.mesh import REPLICATE, SHARD, TENSOR, device_mesh, refuse_stages, sizes_of
 from hetero.train.access.hooks import before_next_forward
 from hetero.train.engine.replicas import Replicas, open_group
 from hetero.train.engine.tuning import Tuning
@@ -64,8 +64,8 @@ class HeteroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no
     Args:
         hetero_plugin: a `HeteroPlugin`, or its settings. None: the file named by the environment
             variable HETERO_CONFIG, if set; `accelerate launch` passes it on.
-        args, kwargs: as for `Accelerator`. A ``parallelism_config`` of dp_replicate and dp_shard is
-            the mesh, if the settings name none.
+        args, kwargs: as for `Accelerator`. A ``parallelism_config`` of dp_replicate, dp_shard
+            and tp is the mesh, if the settings name none.
 
     Raises ConfigError if a plug-in of DeepSpeed, FSDP or Megatron is given as well, or a
     ``parallelism_config`` with other sizes.
@@ -132,6 +132,7 @@ class HeteroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no
         self._refuse_early()
         self._waiting: dict[int, UnpairedModel] = {}
         self._replicas: dict[int, Replicas] = {}
+        self._data_mesh: Any = None
         self._group = open_group() if self._averages else None
         if self._scales:
             self.scaler = None  # hetero scales the loss itself
@@ -215,7 +216,21 @@ class HeteroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no
     def _averages(self) -> bool:
         """Whether each process keeps a whole model, whose gradients are averaged here."""
         mesh, world = self.hetero_config.mesh, self.num_processes
-        return world > 1 and (mesh is None or sizes_of(mesh, world)[SHARD] == 1)
+        if world == 1 or mesh is None:
+            return bool(world > 1)
+        sizes = sizes_of(mesh, world)
+        return sizes[SHARD] == 1 and sizes[REPLICATE] > 1
+
+    def _prepare_device_mesh(self) -> Any:
+        """Return the mesh by which accelerate deals out batches: the ranks of a tensor get the
+        same ones."""
+        mesh, world = self.hetero_config.mesh, self.num_processes
+        sizes = {} if mesh is None or world == 1 else sizes_of(mesh, world)
+        if sizes.get(TENSOR, 1) == 1:
+            return super()._prepare_device_mesh()
+        if self._data_mesh is None:
+            self._data_mesh = device_mesh(self.device.type, sizes)
+        return self._data_mesh
 
     def _refuse_alone(self, model: nn.Module) -> None:
         """Refuse a model that trains on several processes unless this Accelerator averages it."""

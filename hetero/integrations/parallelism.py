@@ -8,23 +8,23 @@ from contextlib import contextmanager
 from typing import Any
 
 from hetero.errors import ConfigError
-from hetero.parallel.mesh import REPLICATE, SHARD
+from hetero.parallel.mesh import AXES, CONTEXT, check_context
 
 LAUNCHED = "ACCELERATE_USE_PARALLELISM_CONFIG"
 """The variable by which `accelerate launch` asks for one; its sizes are in others."""
-OTHERS = ("tp", "cp", "sp")
 
 
 def mesh_of_sizes(axes: Any) -> dict[str, int]:
     """Return the mesh of a ParallelismConfig; ConfigError for other axes than a mesh has."""
-    for name in OTHERS:
-        size = getattr(axes, f"{name}_size", 1)
-        if size > 1:
-            raise ConfigError(
-                f"parallelism_config with {name}_size={size}",
-                advice=f"use {REPLICATE}_size and {SHARD}_size: they share the model",
-            )
-    return {name: int(getattr(axes, f"{name}_size", 1)) for name in (REPLICATE, SHARD)}
+    size = int(getattr(axes, "sp_size", 1))
+    if size > 1:
+        raise ConfigError(
+            f"parallelism_config with sp_size={size}, which is DeepSpeed's",
+            advice=f"use {', '.join(f'{name}_size' for name in AXES)}",
+        )
+    mesh = {name: int(getattr(axes, f"{name}_size", 1)) for name in AXES}
+    check_context(mesh[CONTEXT])
+    return mesh
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from hetero.device.comm import ALONE_COMM, Alone, Comm
 from hetero.errors import ConfigError
@@ -16,8 +17,9 @@ from hetero.parallel.gloo import Gloo, Talks, local_ranks
 from hetero.parallel.started import launched
 from hetero.train.model.parts import Parts, PlainTensors
 
-STAGES, REPLICATE, SHARD, TENSOR = "pp", "dp_replicate", "dp_shard", "tp"
-AXES = (STAGES, REPLICATE, SHARD, TENSOR)
+STAGES, REPLICATE, SHARD = "pp", "dp_replicate", "dp_shard"
+CONTEXT, TENSOR = "cp", "tp"
+AXES = (STAGES, REPLICATE, SHARD, CONTEXT, TENSOR)
 """Outermost first: ranks that differ in the last one alone follow each other."""
 
 
@@ -170,6 +172,13 @@ def shares_of(
     check_tensor(mesh, sizes[TENSOR], tensor_ranks)
     if sizes[SHARD] > 1:
         return sizes[SHARD], sizes[REPLICATE]
+    if sizes[REPLICATE] > 1 and tensor_ranks:
+        raise ConfigError(
+            f"mesh={mesh!r}: nothing would average the gradients of {sizes[REPLICATE]} models whose"
+            " tensors ranks divide",
+            advice=f"let the ranks that have the same parts share them: {SHARD} in place of"
+            f" {REPLICATE}",
+        )
     if sizes[REPLICATE] > 1 and not averages:
         raise ConfigError(
             f"mesh={mesh!r}: nothing would average the gradients of {sizes[REPLICATE]} whole"
@@ -183,18 +192,24 @@ def shares_of(
 def sizes_of(mesh: Any, world: int) -> dict[str, int]:
     """Return the size of each axis; ConfigError unless they multiply to the world's."""
     if mesh == "world":
-        return {STAGES: 1, REPLICATE: 1, SHARD: world, TENSOR: 1}
+        return dict.fromkeys(AXES, 1) | {SHARD: world}
     if not isinstance(mesh, Mapping):
         check_order(mesh)
     mesh = sizes_named(mesh)
     check_axes(mesh)
     sizes = {name: int(mesh.get(name, 1)) for name in AXES}
+    check_context(sizes[CONTEXT])
     if math.prod(sizes.values()) != world:
         raise ConfigError(
             f"mesh={dict(mesh)} is of {math.prod(sizes.values())} ranks; there are {world}",
             advice=f"use mesh='world', or sizes whose product is {world}",
         )
     return sizes
+
+
+def device_mesh(kind: str, sizes: Mapping[str, int]) -> DeviceMesh:
+    """Return torch's mesh of these axes, on a kind of device. Collective."""
+    return init_device_mesh(kind, tuple(sizes[name] for name in AXES), mesh_dim_names=AXES)
 
 
 def check_group(sum_group: int, n_shares: int, n_copies: int) -> None:
@@ -236,6 +251,16 @@ def check_axes(mesh: Mapping[str, Any]) -> None:
     unknown = [name for name in mesh if name not in AXES]
     if unknown:
         raise ConfigError(f"mesh has an axis {unknown[0]!r}", advice=f"axes are {', '.join(AXES)}")
+
+
+def check_context(size: int) -> None:
+    """Refuse ranks that divide a sequence: the gradients of theirs are added up, not averaged."""
+    if size > 1:
+        raise ConfigError(
+            f'mesh={{"{CONTEXT}": {size}}}: context parallel models are not prepared yet',
+            advice=f"leave {CONTEXT} at 1; {TENSOR} divides sequences between layers as well"
+            " (SequenceParallel), and tile= or micro_batch= make longer ones fit",
+        )
 
 
 def check_order(mesh: Any) -> None:

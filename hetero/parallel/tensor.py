@@ -19,6 +19,7 @@ from hetero.boxes import Side, cuts_of, divided, sizes_of
 from hetero.errors import ConfigError, StateError
 from hetero.internals import version_of
 from hetero.memory.layout import Layout
+from hetero.parallel.recipe import parallelize as parallelize
 from hetero.train.gradients.slot import LazyGrad
 from hetero.train.model import binding
 from hetero.train.model.binding import Binding, PartBinding
@@ -186,6 +187,9 @@ class DTensors:
 
     def place(self, name: str, tensor: torch.Tensor) -> PartPlace | None:
         return place_of(name, tensor) if isinstance(tensor, DTensor) else None
+
+    def shown(self, tensor: torch.Tensor) -> str:
+        return f"{tensor.placements}" if isinstance(tensor, DTensor) else ""
 
     def value(self, param: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
         if not isinstance(param, DTensor):

@@ -11,7 +11,6 @@ from typing import Any
 import click
 
 from hetero.config import ACTIVATIONS, DEVICES, FROZEN, PRECISIONS, Config
-from hetero.errors import ConfigError
 from hetero.recipes.guide import GroupedCommand, SizeType
 from hetero.recipes.options import SETTINGS, FieldForm, TrainOptions, documented, forms
 
@@ -138,14 +137,3 @@ def flags_of(command: click.Command) -> Iterator[tuple[str, str]]:
     for param in command.params:
         flags = param.opts if isinstance(param, click.Option) else []
         yield from ((flag.lstrip("-").replace("-", "_"), flag) for flag in flags)
-
-
-def mesh_sizes(given: str) -> dict[str, int]:
-    """Return sizes by axis from text as dp_replicate=2,dp_shard=4."""
-    pairs = [part.partition("=") for part in given.split(",")]
-    wrong = [name for name, _, size in pairs if not size.isdecimal() or not int(size)]
-    if wrong:
-        raise ConfigError(
-            f"--mesh {given}: no size of {wrong[0]!r}", advice="write --mesh dp_shard=4"
-        )
-    return {name.strip(): int(size) for name, _, size in pairs}

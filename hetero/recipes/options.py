@@ -151,6 +151,8 @@ def settings_of(options: TrainOptions) -> Config:
     given = dict(options.settings)
     if is_unlimited(options):
         given["hbm"] = None
+    if isinstance(given.get("mesh"), str) and "=" in given["mesh"]:  # of the command line
+        given["mesh"] = mesh_sizes(given["mesh"])
     return Config.load(None, **given)
 
 
@@ -182,6 +184,17 @@ def has_bytes(path: str) -> bool:
     """Whether a file, or one below a directory, is not empty."""
     inside = [Path(path), *Path(path).rglob("*")]
     return any(each.is_file() and each.stat().st_size > 0 for each in inside)
+
+
+def mesh_sizes(given: str) -> dict[str, int]:
+    """Return sizes by axis from text as dp_replicate=2,dp_shard=4."""
+    pairs = [part.partition("=") for part in given.split(",")]
+    wrong = [name for name, _, size in pairs if not size.isdecimal() or not int(size)]
+    if wrong:
+        raise ConfigError(
+            f"--mesh {given}: no size of {wrong[0]!r}", advice="write --mesh dp_shard=4"
+        )
+    return {name.strip(): int(size) for name, _, size in pairs}
 
 
 def tidy(form: FieldForm, value: Any) -> Any:

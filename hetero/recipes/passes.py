@@ -20,6 +20,8 @@ class Passes:
     A sum over ranks adds in just that order, so N ranks come to the weights of one that makes all
     passes (bit for bit if N is a power of two, without dropout).
 
+    Ranks that divide a tensor make the same passes.
+
     Args:
         count: passes of a step.
         seed: of the run.
@@ -62,7 +64,8 @@ class Passes:
 
     def any(self, mine: T | None) -> T | None:
         """Return the first rank's answer that is not None. Collective."""
-        told: list[T | None] = self._told(mine, "whether to stop")
+        rows = self._comm.everyone.agree(pickle.dumps(mine), "whether to stop")
+        told: list[T | None] = [pickle.loads(row) for row in rows]
         return next((each for each in told if each is not None), None)
 
     def _told(self, mine: Any, what: str) -> list[Any]:

@@ -12,7 +12,9 @@ from torch import nn
 
 from hetero.config import Config
 from hetero.device import open_device
+from hetero.errors import ConfigError
 from hetero.io import make_folder
+from hetero.parallel.mesh import TENSOR, device_mesh, sizes_of
 from hetero.recipes.folders import RUNS
 from hetero.recipes.options import TrainOptions, is_unlimited
 from hetero.rehearse.plan import plan
@@ -33,6 +35,29 @@ class Settled(NamedTuple):
     """By the name of a budget that nobody gave."""
     step_write_bytes: int | None = None
     """To disk in a step, as rehearsed; None: unknown."""
+
+
+def divided(model: nn.Module, config: Config, n_ranks: int) -> int:
+    """Divide a model's layers over the axis "tp" of the mesh; returns how many ranks that are.
+
+    Raises ConfigError for a model without values, or of other layers, or that they do not divide.
+    """
+    sizes = {} if config.mesh is None else sizes_of(config.mesh, n_ranks)
+    if sizes.get(TENSOR, 1) == 1:
+        return 1
+    from hetero.parallel.recipe import parallelize  # other runs do not pay for the import
+
+    empty = next((name for name, param in model.named_parameters() if param.is_meta), None)
+    if empty is not None:
+        raise ConfigError(
+            f"--mesh with {TENSOR}={sizes[TENSOR]}: {empty!r} is read from its file by prepare, and"
+            " not in the model yet",
+            advice="name a preset with --model; for other models write a loop: docs/tensor-parallel"
+            ".md",
+        )
+    kind = open_device(config.device).torch_device.type
+    parallelize(model, device_mesh(kind, sizes)[TENSOR])
+    return sizes[TENSOR]
 
 
 def settings_for(

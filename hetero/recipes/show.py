@@ -88,6 +88,7 @@ def run_facts(result: TrainResult) -> list[tuple[str, str]]:
         ("model", f"{result.parameters:,} parameters"),
         ("states", format_bytes(result.state_bytes)),
         ("device", f"{status.device}, {status.mode}, updates {status.update_place}"),
+        *rank_facts(status),
         ("activations", format_bytes(status.activation_bytes)),
         ("units", f"{resident} resident, {len(units) - resident} at home"),
         ("last step", traffic),
@@ -106,6 +107,12 @@ def end_facts(result: TrainResult) -> list[tuple[str, str]]:
         *([] if result.out is None else [("model", result.out)]),
         ("weights", f"sha256 {result.weights_sha256[:16]}; as many steps give it at any budget"),
     ]
+
+
+def rank_facts(status: Status) -> list[tuple[str, str]]:
+    """Return how many ranks there are along each axis of the mesh, if there are several."""
+    axes = ", ".join(f"{name} {size}" for name, size in status.ranks.items())
+    return [("ranks", axes)] if axes else []
 
 
 def disk_facts(status: Status) -> list[tuple[str, str]]:

@@ -16,13 +16,14 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from hetero.api import backward, engine_of, prepare, status
+from hetero.api import backward, company_of, engine_of, prepare, status
 from hetero.checkpoint.load import load_checkpoint
 from hetero.checkpoint.reader import CheckpointReader
 from hetero.checkpoint.save import Save, save_checkpoint
 from hetero.config import Config
 from hetero.device import open_device
 from hetero.errors import ConfigError
+from hetero.export import materialised
 from hetero.parallel.launch import Launch, launch
 from hetero.parallel.mesh import refuse_stages
 from hetero.recipes.folders import folder_of, record_folder
@@ -38,7 +39,7 @@ from hetero.recipes.result import (
     StepReport,
     TrainResult,
 )
-from hetero.recipes.setup import Settled, settings_for, states_of
+from hetero.recipes.setup import Settled, divided, settings_for, states_of
 from hetero.recipes.task import Task, count, demo, loss_of
 from hetero.recipes.text import unigram_entropy
 from hetero.rehearse.plan import Plan, plan
@@ -98,7 +99,8 @@ def train_on(
     # 1. data, model and optimizer, as in plain PyTorch
     folder = Path(ranks.first(lambda: str(folder_of(options)), "the run's folder"))
     task = task_of(options, config)
-    deciding = fingerprint(options, config, task)
+    n_tensor = divided(task.model, config, ranks.size)
+    deciding = fingerprint(options, config, task, n_tensor)
     ended = check_run(folder, deciding) if options.resume else None
     optimizer = optimizer_of(task.model, options)
     # 2. the one line that puts it under budgets
@@ -312,12 +314,12 @@ class TrainRun:
 # -- options that change the numbers -------------------------------------------------------------
 
 
-def fingerprint(options: TrainOptions, config: Config, task: Task) -> dict[str, Any]:
+def fingerprint(options: TrainOptions, config: Config, task: Task, n_tensor: int) -> dict[str, Any]:
     """Return every option and setting that changes the numbers; budgets do not."""
     found = {name: getattr(options, name) for name in DECIDING}
     found.update({name: getattr(config, name) for name in COMPUTING})
     plain = {k: list(v) if isinstance(v, tuple) else v for k, v in found.items()}
-    return {**plain, "steps": steps_of(options, task), "data": task.digest()}
+    return {**plain, "steps": steps_of(options, task), "data": task.digest(), "tp": n_tensor}
 
 
 def steps_of(options: TrainOptions, task: Task) -> int:
@@ -336,7 +338,7 @@ def check_run(folder: Path, here: Mapping[str, Any]) -> int | None:
     there = extra.get("run") if isinstance(extra, dict) else None
     if not isinstance(extra, dict) or not isinstance(there, dict):
         raise ConfigError(f"{folder} is no run of hetero train", advice="name the run's folder")
-    there = {"sum_group": 1, **there}  # older runs have no such key
+    there = {"sum_group": 1, "tp": 1, **there}  # older runs have no such keys
     other = [
         f"{k} was {there.get(k)} and is {v}"
         for k, v in here.items()
@@ -432,11 +434,13 @@ def conclude(run: TrainRun, signal: int | None, page: Path | None, out: str | No
 
 
 def digest(model: nn.Module) -> str:
-    """Return the SHA-256 of the weights that train, in the order of the state dict."""
+    """Return the SHA-256 of the weights that train, in the order of the state dict; all ranks of
+    the model do so."""
     frozen = {name for name, param in model.named_parameters() if not param.requires_grad}
+    gathers = company_of(model).size > 1
     sha = hashlib.sha256()
     for name, value in model.state_dict().items():
         if name not in frozen:
-            flat = value.detach().cpu().contiguous().view(-1)
+            flat = materialised(name, value, gathers=gathers).contiguous().view(-1)
             sha.update(flat.view(torch.uint8).numpy().data)
     return sha.hexdigest()

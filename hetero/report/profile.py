@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from hetero.api import update_place
+from hetero.api import axes_of, update_place
 from hetero.config import Config
 from hetero.errors import ConfigError, StateError
 from hetero.events import EventLog
@@ -167,8 +167,9 @@ def meta_of(engine: Engine) -> Meta:
         budgets={tier.name: limit for tier, limit in engine.setup.ledger.budgets.items()},
         units=list(layout.unit_names),
         buckets=[bucket_meta(engine, bucket) for bucket in layout.buckets],
-        rank=engine.setup.comm.rank,
-        n_ranks=engine.setup.comm.size,
+        rank=engine.setup.comm.everyone.rank,
+        n_ranks=engine.setup.comm.everyone.size,
+        mesh=axes_of(engine),
         versions=versions(),
         settings=given(engine.setup.config),
         **hardware(engine.setup.config.profile),

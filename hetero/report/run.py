@@ -100,7 +100,9 @@ class Meta:
     """Bytes that the drives are rated to take in their life; None: unknown."""
     rank: int = 0
     n_ranks: int = 1
-    """That share the model."""
+    """That have the model together."""
+    mesh: dict[str, int] = field(default_factory=dict)
+    """Ranks along each axis; empty for one rank."""
     first_seq: int | None = None
     """Number of the first event, so that its loss is noticed; None: unknown."""
 

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader, TensorDataset
 
 pytest.importorskip("accelerate")
@@ -21,6 +23,7 @@ from hetero.api import engine_of
 from hetero.integrations.accelerate import HeteroAccelerator
 from hetero.testing.ranks import outcomes, run_ranks
 from tests.ranks.models import Net
+from tests.ranks.tensor_models import differing, whole
 
 STEPS = 6
 SETTINGS: dict[str, Any] = {"device": "cpu:sim", "hbm": 60_000, "chunk_bytes": 1024}
@@ -107,7 +110,62 @@ def test_sizes_of_a_parallelism_config_are_the_mesh(way: str) -> None:
     assert run_ranks(4, run) == [(2, 2)] * 4
 
 
-def test_a_parallelism_config_with_other_axes_is_refused() -> None:
-    for each in outcomes(2, partial(sized, way="given", tp_size=2)):
+@pytest.mark.parametrize("size", [{"cp_size": 2}, {"sp_size": 2}])
+def test_a_parallelism_config_with_other_axes_is_refused(size: dict[str, int]) -> None:
+    for each in outcomes(2, partial(sized, way="given", **size)):
         assert isinstance(each.error, ConfigError), each.text
-        assert "tp_size=2" in str(each.error)
+        assert "cp" in str(each.error) or "sp_size=2" in str(each.error)
+
+
+def divided(rank: int, sizes: dict[str, int]) -> dict[str, Any]:
+    """Train a model whose tensors ranks divide, by accelerate; return its weights."""
+    from accelerate.parallelism_config import ParallelismConfig
+
+    started()
+    axes = ParallelismConfig(**{f"{name}_size": size for name, size in sizes.items()})
+    accelerator = HeteroAccelerator(hetero_plugin=SETTINGS, cpu=True, parallelism_config=axes)
+    model, plain = parallel_net(sizes["tp"])
+    loader = DataLoader(data(), batch_size=4)
+    model, optimizer, loader = accelerator.prepare(model, plain, loader)
+    for (batch,) in loader:
+        accelerator.backward(model(batch).pow(2).mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    weights = {k: whole(v).clone() for k, v in model.state_dict().items()}
+    n_seen = len(loader)
+    accelerator.free_memory()
+    return {"weights": weights, "n_seen": n_seen}
+
+
+def parallel_net(n_tensor: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(10, 32), nn.ReLU(), nn.Linear(32, 6))
+    n_ranks = torch.distributed.get_world_size()
+    mesh = init_device_mesh("cpu", (n_ranks // n_tensor, n_tensor), mesh_dim_names=("dp", "tp"))
+    plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    parallelize_module(model, mesh["tp"], plan)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def divided_by_torch(rank: int, dp: int) -> dict[str, torch.Tensor]:
+    """Train on the ranks of one tensor, with the batches of ``dp`` ranks a step."""
+    model, optimizer = parallel_net(2)
+    batches = [batch for (batch,) in DataLoader(data(), batch_size=4)]
+    for first in range(0, len(batches), dp):
+        for batch in batches[first : first + dp]:
+            (model(batch).pow(2).mean() * (1 / dp)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {k: whole(v) for k, v in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("dp", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_ranks_of_a_tensor_get_the_same_batches(dp: int) -> None:
+    """One mesh: each axis of accelerate's is ours."""
+    pytest.importorskip("accelerate.parallelism_config")
+    expected = run_ranks(2, divided_by_torch, dp)[0]
+    sizes = {"dp_replicate": 1, "dp_shard": dp, "cp": 1, "tp": 2}
+
+    for each in run_ranks(2 * dp, divided, sizes):
+        assert each["n_seen"] == 4 * 2 * STEPS // 4 // dp
+        assert not differing(each["weights"], expected)

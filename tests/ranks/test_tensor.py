@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
 
 import hetero
-from hetero.errors import ConfigError, HeteroError, StateError
-from hetero.testing.ranks import run_ranks
+from hetero.errors import ConfigError, DivergenceError, HeteroError, StateError
+from hetero.testing.ranks import outcomes, run_ranks
 from tests.ranks.models import OPTIMIZERS
 from tests.ranks.tensor_models import (
     LM,
@@ -277,7 +277,7 @@ def test_shares_lie_on_top_of_parts(
 def compared_shares(rank: int, run: TensorRun) -> tuple[list[str], int]:
     expected = micro_batches_by_torch(run)
     model, plain = built(run)
-    mesh = {"dp_shard": run.dp, "tp": 2}
+    mesh = {"dp_replicate": 1, "dp_shard": run.dp, "cp": 1, "tp": 2}
     model, optimizer = hetero.prepare(model, plain, **TIGHT, mesh=mesh)
     found = train(
         *(model, optimizer, run, lambda _, most: optimizer.clip_grad_norm_(most)), dp=rank // 2
@@ -407,6 +407,8 @@ def refused(rank: int, folder: str) -> None:
     prepare(ConfigError, "are DTensors on ranks 0, 1", mesh="world")
     prepare(ConfigError, '"tp" is of 1', mesh={"dp_shard": 2})
     prepare(ConfigError, "there are 2", mesh={"tp": 4})
+    prepare(ConfigError, "context parallel", mesh={"cp": 2})
+    prepare(ConfigError, "context parallel", mesh={"cp": 2, "tp": 2})
     model, _ = built(run)
     with pytest.raises(ConfigError, match="LAMB may need whole tensors"):
         hetero.prepare(model, hetero.optim.LAMB(model.parameters()), **TIGHT)
@@ -425,6 +427,35 @@ def refused(rank: int, folder: str) -> None:
         hetero.export(built(run)[0], folder)  # which no rank has told the others of
     with pytest.raises(RuntimeError, match="to become the value of a DTensor"):
         model.load_state_dict(LM().state_dict())
+
+
+def unlike(rank: int, what: str) -> None:
+    run = TensorRun("tp")
+    model, plain = built(run)
+    if rank and what == "placements":
+        mesh: Any = model.blocks[0].up.weight.device_mesh
+        copied = model.norm.weight.detach()
+        copied = DTensor.from_local(copied, mesh, [Replicate()], run_check=False)
+        model.norm.weight = nn.Parameter(copied)
+        plain = torch.optim.AdamW(model.parameters())
+    if rank and what == "rate":
+        plain.param_groups[0]["lr"] = 0.5
+    more = {"activations": "recompute"} if rank and what == "settings" else {}
+    hetero.prepare(model, plain, **TIGHT, **more)
+
+
+@pytest.mark.parametrize(
+    "what, said",
+    [
+        ("settings", "the setting activations="),
+        ("rate", "settings of group 0"),
+        ("placements", "parameters"),
+    ],
+)
+def test_ranks_of_a_tensor_that_would_go_apart_are_refused(what: str, said: str) -> None:
+    for each in outcomes(2, unlike, what):
+        assert isinstance(each.error, DivergenceError), each.text
+        assert f"differ in {said}" in str(each.error)
 
 
 def test_parts_on_some_ranks_alone_need_a_mesh() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import signal
 import subprocess
@@ -10,12 +11,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.optim.lr_scheduler import LambdaLR
 
 from hetero.errors import ConfigError
 from hetero.recipes.options import TrainOptions
 from hetero.recipes.result import TrainResult
+from hetero.recipes.setup import factor_of, optimizer_of
+from hetero.recipes.task import demo
 from hetero.recipes.train import train
 from hetero.testing.ranks import outcomes, run_ranks
+from tests.ranks.tensor_models import torch_clip, whole
 
 SETTINGS = {"device": "cpu:sim", "hbm": 360_000, "chunk_bytes": 4096}
 SIZES: dict[str, Any] = {"width": 32, "layers": 2, "heads": 2, "seq": 16}
@@ -23,7 +32,8 @@ SIZES: dict[str, Any] = {"width": 32, "layers": 2, "heads": 2, "seq": 16}
 
 def options(folder: Path, **fields: Any) -> TrainOptions:
     given = {"steps": 6, "lr": 1e-2, "accumulate": 4, "record": "none", **SIZES, **fields}
-    return TrainOptions(settings=SETTINGS, save_dir=str(folder), **given)
+    mesh = {"mesh": given.pop("mesh")} if "mesh" in given else {}
+    return TrainOptions(settings={**SETTINGS, **mesh}, save_dir=str(folder), **given)
 
 
 def by_rank(rank: int, folder: Path, fields: dict[str, Any]) -> TrainResult:
@@ -63,7 +73,7 @@ def test_dropout_does_not_depend_on_the_number_of_ranks(tmp_path: Path) -> None:
     assert without[0].weights_sha256 != two[0].weights_sha256
 
 
-def stopped(rank: int, folder: Path) -> TrainResult:
+def stopped(rank: int, folder: Path, fields: dict[str, Any]) -> TrainResult:
     """One rank alone hears a signal after its third step."""
     heard: list[int] = []
 
@@ -71,11 +81,11 @@ def stopped(rank: int, folder: Path) -> TrainResult:
         heard.append(0)
         return signal.SIGTERM if rank == 1 and len(heard) == 3 else None
 
-    return train(options(folder), stop=stop)
+    return train(options(folder, **fields), stop=stop)
 
 
 def test_a_signal_to_one_rank_stops_all_after_the_same_step(tmp_path: Path) -> None:
-    for result in run_ranks(2, stopped, tmp_path / "ranks"):
+    for result in run_ranks(2, stopped, tmp_path / "ranks", {}):
         assert (result.steps, result.signal) == (3, signal.SIGTERM)
 
     alone = train(options(tmp_path / "alone"))
@@ -95,12 +105,78 @@ def test_passes_that_ranks_do_not_divide_are_refused(tmp_path: Path) -> None:
         assert "--accumulate 4" in str(each.error)
 
 
+def gpt_by_torch(rank: int, folder: Path, fields: dict[str, Any]) -> tuple[list[float], str]:
+    """Train the demo with torch alone; return the losses, and the sum of its whole weights."""
+    given = options(folder, **fields)
+    task = demo(given)
+    plan: dict[str, Any] = {
+        "tokens": RowwiseParallel(input_layouts=Replicate()),
+        "head": ColwiseParallel(output_layouts=Replicate()),
+    }
+    for number in range(SIZES["layers"]):
+        block = f"blocks.{number}"
+        plan[f"{block}.attention.qkv"] = ColwiseParallel(output_layouts=Replicate())
+        plan[f"{block}.attention.out"] = RowwiseParallel(input_layouts=Replicate())
+        plan[f"{block}.mlp.up"] = ColwiseParallel()
+        plan[f"{block}.mlp.down"] = RowwiseParallel()
+    parallelize_module(task.model, init_device_mesh("cpu", (2,)), plan)
+    optimizer = optimizer_of(task.model, given)
+    scheduler = LambdaLR(optimizer, factor_of(given, given.steps))
+    losses = []
+    for _ in range(given.steps):
+        loss = task.loss(next(task.batches), torch.device("cpu"))
+        loss.backward()
+        torch_clip(task.model.parameters(), given.max_grad_norm)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    sha = hashlib.sha256()
+    for value in task.model.state_dict().values():
+        sha.update(whole(value).contiguous().numpy().tobytes())
+    return losses, sha.hexdigest()
+
+
+@pytest.mark.slow
+def test_ranks_divide_the_tensors_of_the_demo_as_torch_does(tmp_path: Path) -> None:
+    fields = {"accumulate": 1, "mesh": "tp=2"}
+    expected = run_ranks(2, gpt_by_torch, tmp_path, fields)[0]
+
+    for result in run_ranks(2, stopped, tmp_path / "ranks", fields):  # one of them hears it
+        assert list(result.losses) == expected[0][:3]
+    for result in run_ranks(2, by_rank, tmp_path / "ranks", {**fields, "resume": True}):
+        assert (list(result.losses), result.weights_sha256) == expected
+        assert result.status.ranks == {"dp_replicate": 1, "dp_shard": 1, "cp": 1, "tp": 2}
+    for each in outcomes(2, by_rank, tmp_path / "ranks", {"accumulate": 2, "resume": True}):
+        assert isinstance(each.error, ConfigError), each.text
+        assert "tp was 2 and is 1" in str(each.error)
+
+
+@pytest.mark.parametrize(
+    "fields, said",
+    [
+        ({"mesh": "tp=4"}, "is of 4 ranks; there are 2"),
+        (
+            {"mesh": "tp=2", "width": 5, "heads": 1},
+            "'blocks.0.attention.qkv' has 15 outputs",
+        ),
+    ],
+)
+def test_a_model_that_ranks_do_not_divide_is_refused_on_all(
+    fields: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    for each in outcomes(2, by_rank, tmp_path, {"accumulate": 2, **fields}):
+        assert isinstance(each.error, ConfigError), each.text
+        assert said in str(each.error)
+
+
 @pytest.mark.slow  # processes that import
-def test_torchrun_launches_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mesh", [[], ["--mesh=tp=2"]], ids=["shares", "parts"])
+def test_torchrun_launches_it(mesh: list[str], tmp_path: Path) -> None:
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    sizes = [f"--{name}={value}" for name, value in SIZES.items()]
+    given = [f"--{name}={value}" for name, value in SIZES.items()] + mesh
     done = subprocess.run(
-        [*launch, "-m", "hetero", "train", *sizes, "--steps=4", "--accumulate=2", "--hbm=360KB"],
+        [*launch, "-m", "hetero", "train", *given, "--steps=4", "--accumulate=2", "--hbm=360KB"],
         capture_output=True,
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},

@@ -14,7 +14,7 @@ from torch import nn
 from hetero.config import Config
 from hetero.crc import crc32
 from hetero.device import Device, n_accelerators
-from hetero.device.comm import Comm
+from hetero.device.comm import Comm, Company
 from hetero.errors import ConfigError, DivergenceError
 from hetero.train.engine.blueprint import Blueprint
 from hetero.train.gradients.slot import NONE, LazyGrad
@@ -43,7 +43,26 @@ def check_alike(
     )
 
 
-def compare(comm: Comm, facts: Mapping[str, str], what: str, *, advice: str) -> None:
+def check_parts_alike(
+    everyone: Company,
+    model: nn.Module,
+    parts: Parts,
+    optimizer: torch.optim.Optimizer | None,
+    config: Config,
+) -> None:
+    """Raise DivergenceError on all ranks unless those of a tensor would train it in the same way:
+    their next calls are collective."""
+    named = (f"{name} {tuple(p.shape)} {parts.shown(p)}" for name, p in model.named_parameters())
+    compare(
+        everyone,
+        {"parameters": digest_of(named), **settings_facts(optimizer, config)},
+        "what is prepared",
+        advice="build the same model and optimizer on every rank of a tensor, with the same"
+        " settings and placements",
+    )
+
+
+def compare(comm: Company, facts: Mapping[str, str], what: str, *, advice: str) -> None:
     """Raise DivergenceError on all ranks, naming the first fact in which they differ."""
     told: list[dict[str, str]] = [
         pickle.loads(row)  # of this very program
@@ -63,15 +82,25 @@ def facts_of(
 ) -> dict[str, str]:
     """Return what must be equal, by name."""
     segments = [segment for bucket in plan.layout.buckets for segment in bucket.segments]
-    laid = [
+    laid = (
         f"{s.spec.name} {s.spec.shape} {s.spec.stride} {s.spec.dtype} {s.spec.trainable} {s.offset}"
         for s in segments
-    ]
+    )
+    return {"parameters": digest_of(laid), **settings_facts(optimizer, config)}
+
+
+def digest_of(lines: Iterable[str]) -> str:
+    """Return how many lines there are, and their CRC."""
+    found = list(lines)
+    return f"{len(found)}, {crc32(memoryview(chr(10).join(found).encode())):08x}"
+
+
+def settings_facts(optimizer: torch.optim.Optimizer | None, config: Config) -> dict[str, str]:
+    """Return what must be equal apart from the model, by name."""
     found = {
         "the release of hetero": __version__,
         "the release of torch": torch.__version__,
         "threads of torch": str(torch.get_num_threads()),
-        "parameters": f"{len(laid)}, {crc32(memoryview(chr(10).join(laid).encode())):08x}",
         "the optimizer": "none" if optimizer is None else type(optimizer).__name__,
     }
     found.update(settings_of([] if optimizer is None else optimizer.param_groups))

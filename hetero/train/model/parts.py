@@ -65,6 +65,9 @@ class Parts(Protocol):
         """Return where the plain tensor in a wrapper is; None if it is no wrapper. Raises
         ConfigError, with the name, if nothing tells."""
 
+    def shown(self, tensor: torch.Tensor) -> str:
+        """Return how ranks divide a tensor, in words; "" for one that they do not."""
+
     def value(self, param: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
         """Return the plain tensor of a value that is to replace a parameter's; StateError if it is
         none of that parameter."""
@@ -148,6 +151,9 @@ class PlainTensors:
 
     def place(self, name: str, tensor: torch.Tensor) -> PartPlace | None:
         return None
+
+    def shown(self, tensor: torch.Tensor) -> str:
+        return ""
 
     def value(self, param: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
         return given
