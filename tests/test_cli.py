@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 
 import click
 import pytest
+from click.shell_completion import ShellComplete
 from click.testing import CliRunner, Result
 
 from hetero.cli import main
@@ -138,6 +139,23 @@ def test_help_says_what_a_size_is(command: str) -> None:
 
     assert "20G for short (2^30 bytes each), 20GB (10^9 each), or a number of bytes" in said
     assert "SIZE" in said
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [
+        ("hetero tr", ["train"]),
+        ("hetero train --nv", ["--nvme", "--nvme-bytes"]),
+        ("hetero train --frozen ", ["keep", "int8", "nf4"]),
+        ("hetero plan llama-3-4", ["llama-3-405b"]),
+    ],
+)
+def test_a_shell_completes_commands_options_and_names(typed: str, offered: list[str]) -> None:
+    *args, last = typed.split(" ")[1:]
+
+    found = ShellComplete(main, {}, "hetero", "_HETERO_COMPLETE").get_completions(args, last)
+
+    assert [item.value for item in found] == offered
 
 
 def test_a_plan_of_nothing_lists_the_published_names() -> None:
