@@ -14,8 +14,8 @@ from hetero.recipes.result import Budget, EvalLoss, RunStart, StepReport
 
 START = RunStart(
     model="gpt",
-    parameters=31_919_616,
-    state_bytes=510_713_856,
+    parameters=31_918_080,
+    state_bytes=510_689_280,
     device="cpu:sim",
     mode="paged",
     budgets=(
@@ -153,8 +153,8 @@ def told(**changed: Any) -> list[str]:
 
 def test_the_banner_says_what_runs_where_in_what_and_what_it_writes() -> None:
     assert told() == [
-        "model   gpt, 31,919,616 parameters",
-        "states  487.1 MiB: weights, gradients, two moments",
+        "model   gpt, 31,918,080 parameters",
+        "states  487 MiB: weights, gradients, two moments",
         "device  cpu:sim (simulated: its memory is limited; no CUDA), paged",
         "HBM     121.8 MiB (a quarter of the states)",
         "HOST    243.5 MiB (what a rehearsal of this batch needs)",
