@@ -389,9 +389,15 @@ def planned(model: str, estimates: bool, given: dict[str, Any]) -> Plan:
 def doctor(as_json: bool) -> int:
     """Check this machine, and say how to fix what slows hetero down."""
     from hetero.recipes import show
-    from hetero.recipes.doctor import examine
+    from hetero.recipes.findings import without_torch
 
-    return 0 if tell(examine(), as_json, show.examination).healthy else DISAPPOINTED
+    try:
+        from hetero.recipes.doctor import examine
+    except (ImportError, OSError) as error:  # a library that torch is linked to may be missing
+        found = without_torch(error)
+    else:
+        found = examine()
+    return 0 if tell(found, as_json, show.examination).healthy else DISAPPOINTED
 
 
 @main.command(short_help="Check every byte of checkpoints.")

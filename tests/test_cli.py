@@ -25,7 +25,7 @@ from hetero.config import HostLimit
 from hetero.device import CpuDevice, Slab
 from hetero.plan.presets import PRESETS
 from hetero.recipes import doctor
-from hetero.recipes.doctor import Check, Examination, Level
+from hetero.recipes.findings import Check, Examination, Level
 from hetero.recipes.folders import recorded_in
 from hetero.recipes.guide import ORDER, TRAIN_EXAMPLES, TRAIN_GROUPS
 from hetero.recipes.options import DEMO_MINUTES, TrainOptions, command_options
@@ -377,6 +377,27 @@ def test_doctor_tells_everything_in_json() -> None:
     assert {"python", "torch", "ram", "ram limit", "cores", "omp settings", "disk"} <= set(found)
     assert all(check["fix"] for check in found.values() if check["level"] != "green")
     assert result.exit_code == (0 if data["healthy"] else 1)
+
+
+@pytest.mark.parametrize("broken", [ImportError, OSError])
+def test_doctor_answers_where_torch_is_missing_or_broken(broken: type[Exception]) -> None:
+    code = (
+        "import sys\n"
+        "class Broken:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'torch':\n"
+        f"            raise {broken.__name__}('libcudart.so.12: not found')\n"
+        "sys.meta_path.insert(0, Broken())\n"
+        "from hetero.cli import main\n"
+        "main(['doctor', '--json'])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+
+    found = {check["name"]: check for check in json.loads(done.stdout)["checks"]}
+    assert done.returncode == 1
+    assert found["torch"]["level"] == "red"
+    assert found["torch"]["found"] == "cannot be imported: libcudart.so.12: not found"
+    assert found["python"]["level"] == "green"
 
 
 def test_doctor_shows_every_check_and_a_block_to_paste() -> None:

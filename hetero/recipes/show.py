@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # these load torch, which rendering does not need
     from hetero.api import Status
     from hetero.checkpoint.verify import Verification
     from hetero.recipes.calibrate import Calibration
-    from hetero.recipes.doctor import Check, Examination
+    from hetero.recipes.findings import Check, Examination
     from hetero.recipes.result import TrainResult
     from hetero.rehearse.plan import Plan
 
