@@ -32,7 +32,7 @@ from hetero.recipes.options import DEMO_MINUTES, TrainOptions, command_options
 from hetero.recipes.record import MOST_STEPS
 
 SHAPE = "--width 32 --layers 2 --heads 2 --seq 16 --batch 2 --lr 0.01"
-TINY = f"train {SHAPE} --steps 6 --device cpu --hbm 300KB"
+TINY = f"train {SHAPE} --steps 6 --device cpu --hbm 300KB --host 700KB"
 
 
 @pytest.fixture(autouse=True)
@@ -288,7 +288,7 @@ def test_a_run_is_cut_short_only_when_nobody_said_how_long() -> None:
 
 
 def test_train_can_keep_activations_and_do_without_a_budget() -> None:
-    data = last_json(call(f"{TINY} --hbm all --no-checkpoint-blocks --json"))
+    data = last_json(call(f"{TINY} --hbm all --host 8MB --no-checkpoint-blocks --json"))
 
     assert data["status"]["mode"] == "resident"
 

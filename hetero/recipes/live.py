@@ -181,8 +181,8 @@ def fitting(parts: list[str], width: int) -> str:
 
 def drawn(share: float, room: int, ascii_only: bool) -> str:
     done = int(share * room)
-    full, rest = "#-" if ascii_only else HEAVY_LIGHT
-    return full * done + rest * (room - done)
+    marks = "#-" if ascii_only else HEAVY_LIGHT
+    return marks[0] * done + marks[1] * (room - done)
 
 
 def clock(seconds: float) -> str:

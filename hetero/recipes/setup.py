@@ -107,6 +107,8 @@ def settings_for(
     if not config.nvme:
         make_folder(RUNS, mode=0o777).close()
         config = dataclasses.replace(config, nvme=(RUNS,))
+    if given.hbm is not None and given.host is not None:
+        return Settled(config)
     return rehearsed(model, optimizer, given, config, options)
 
 
@@ -132,7 +134,7 @@ def rehearsed(
     for name in why:
         needed = short.get(name.upper())
         if needed is not None and getattr(given, name) is None:
-            config = dataclasses.replace(config, **{name: int(needed * (1 + SPARE))})
+            config = Config.load(config, **{name: int(needed * (1 + SPARE))})
             why[name] = NEEDED
     kept = {name: said for name, said in why.items() if getattr(given, name) is None}
     return Settled(config, kept, found.disk_write_bytes)
