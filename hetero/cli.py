@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import click
 
 from hetero.config import Config, parse_bytes
-from hetero.parallel.started import launch_rank
+from hetero.parallel.started import launch_rank, launched
 from hetero.recipes.endings import exit_status, failures, open_console, print_json, stopping
 from hetero.recipes.flags import (
     DEVICE,
@@ -51,6 +51,7 @@ NOT_USED = (
     "hetero run: {} built no Accelerator and no Trainer, so hetero had nothing to do. In a loop of"
     " your own, call model, optimizer = hetero.prepare(model, optimizer, hbm=...)"
 )
+BUDGET_OF = {"HBM": "hbm", "HOST": "host", "NVME": "nvme-bytes"}
 POSITIONS = 1024  # of a planned sample
 LAST_LINE = "Print JSON as the last line."
 EACH_STEP = "Print a line of JSON for each step, and one at the end."
@@ -99,7 +100,7 @@ def answers(text: str = LAST_LINE) -> Callable[[Callable[..., int]], Callable[..
 @click.option(
     "--config",
     type=click.Path(exists=True, dir_okay=False),
-    help="TOML or YAML file of options.",
+    help="TOML, YAML or JSON file of options.",
 )
 @click.option("--dry-run", is_flag=True, help="Plan this run (see hetero plan), and train nothing.")
 @fields_as_options
@@ -133,7 +134,7 @@ def check_early(options: TrainOptions, dry_run: bool) -> None:
     if dry_run or config.profile is not None:
         machine(config)
     check_paths_of(options)
-    if not launch_rank():
+    if launched() == 1:  # else all ranks hear of it, when they have joined
         folder_of(options)
     check_reach(options.model)
 
@@ -168,7 +169,16 @@ def plan_run(options: TrainOptions, as_json: bool) -> int:
     from hetero.recipes import show
     from hetero.recipes.train import dry_run
 
-    return 0 if tell(dry_run(options), as_json, show.planned).fits else DISAPPOINTED
+    def shown(console: Console, plan: Plan) -> None:
+        show.planned(console, plan, f"the same command without --dry-run{as_options(plan)}")
+
+    return 0 if tell(dry_run(options), as_json, shown).fits else DISAPPOINTED
+
+
+def as_options(plan: Plan) -> str:
+    """Return the budgets that a plan had to raise, as options to add."""
+    raised = {BUDGET_OF[row.tier]: row.needed_bytes for row in plan.shortfalls}
+    return "".join(f", with --{name} {n_bytes}" for name, n_bytes in raised.items())
 
 
 @main.command(

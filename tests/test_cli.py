@@ -366,6 +366,29 @@ def test_an_option_out_of_range_is_a_usage_error(given: str) -> None:
     assert "Usage:" in result.stderr
 
 
+def test_a_script_that_fails_shows_its_own_frames_alone(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("def deep():\n    return 1 / 0\n\ndeep()\n")
+
+    result = call(["run", str(script)])
+
+    assert result.exit_code == 1
+    assert re.findall(r'File "([^"]+)"', result.stderr) == [str(script)] * 2
+    assert result.stderr.rstrip().endswith("ZeroDivisionError: division by zero")
+
+
+def test_a_dry_run_ends_with_a_command_and_the_budgets_that_it_needs() -> None:
+    few, enough = (
+        call(f"{TINY} --dry-run --profile laptop-4c-avx2-ddr4 --hbm {hbm}")
+        for hbm in ("90KB", "1MB")
+    )
+
+    last = few.stdout.splitlines()[-1]
+    assert (few.exit_code, enough.exit_code) == (1, 0)
+    assert re.fullmatch(r"the same command without --dry-run, with --hbm \d{6}", last)
+    assert enough.stdout.splitlines()[-1] == "the same command without --dry-run"
+
+
 # -- doctor --------------------------------------------------------------------------------------
 
 

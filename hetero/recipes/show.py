@@ -287,8 +287,9 @@ def failure(console: Console, error: Any) -> None:
 # -- a plan --------------------------------------------------------------------------------------
 
 
-def planned(console: Console, plan: Plan) -> None:
-    """Show whether a plan fits, its needs, and alternatives."""
+def planned(console: Console, plan: Plan, line: str | None = None) -> None:
+    """Show whether a plan fits, its needs, and alternatives; at the end ``line``, or that of
+    Python to paste."""
     verdict = "[green]fits[/green]" if plan.fits else "[red]does not fit[/red]"
     console.print(
         f"[bold]{escape(plan.model)}[/bold], {numbered(plan.n_params)} parameters, on"
@@ -300,7 +301,7 @@ def planned(console: Console, plan: Plan) -> None:
     console.print(facts(plan_facts(plan)))
     if len(plan.what_if) > 1:
         console.print(plan_estimates(plan))
-    console.print(f"[bold]{escape(plan.paste)}[/bold]", soft_wrap=True)
+    console.print(f"[bold]{escape(line or plan.paste)}[/bold]", soft_wrap=True)
 
 
 def numbered(count: int) -> str:
