@@ -101,7 +101,7 @@ def settings_for(
     if config.hbm is None:
         config = dataclasses.replace(config, hbm=states_of(model) // STATES_PER_BUDGET)
     if config.mesh is not None:  # ranks keep no homes on disk
-        return Settled(config, {"hbm": QUARTER})
+        return Settled(config, {"hbm": QUARTER} if given.hbm is None else {})
     if config.host is None:
         config = dataclasses.replace(config, host=states_of(model) // STATES_PER_HOST)
     if not config.nvme:
@@ -120,12 +120,9 @@ def rehearsed(
     options: TrainOptions,
 ) -> Settled:
     """Return settings whose default budgets hold this batch, as a rehearsal of its steps says."""
-    simulated = config.device in ("cpu", "cpu:sim")
-    tried = dataclasses.replace(
-        config,
-        device=config.device if simulated else "cuda",
-        profile=config.profile or (ANY_CPU if simulated else ANY_GPU),
-    )
+    kind = getattr(config.device, "name", config.device)
+    profile = config.profile or (ANY_GPU if kind == "cuda" else ANY_CPU)
+    tried = dataclasses.replace(config, device=kind, profile=profile)
     tokens = torch.zeros(options.batch, options.seq, dtype=torch.long)
     batch = {"tokens": tokens, "targets": tokens}
     found = plan(model, batch, optimizer=optimizer, config=tried, estimates=False)

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from hetero.recipes.live import FIRST_STEPS, RunProgress, StepPace, banner, clock, watching
-from hetero.recipes.result import Budget, EvalLoss, RunStart, StepReport
+from hetero.recipes.result import EvalLoss, RunBudget, RunStart, StepReport
 
 START = RunStart(
     model="gpt",
@@ -19,9 +19,9 @@ START = RunStart(
     device="cpu:sim",
     mode="paged",
     budgets=(
-        Budget("HBM", 127_672_320, "a quarter of the states"),
-        Budget("HOST", 255_344_640, "what a rehearsal of this batch needs"),
-        Budget("NVME", None, "what is free there"),
+        RunBudget("HBM", 127_672_320, "a quarter of the states"),
+        RunBudget("HOST", 255_344_640, "what a rehearsal of this batch needs"),
+        RunBudget("NVME", None, "what is free there"),
     ),
     folder="runs/1",
     steps=64,
