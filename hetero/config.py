@@ -168,7 +168,7 @@ PARSERS: dict[str, Callable[[str], Any]] = {".yaml": yaml_of, ".yml": yaml_of, "
 
 def read_settings(path: Path) -> dict[str, Any]:
     """Return the settings of a TOML, YAML or JSON file; ConfigError names the line of a mistake."""
-    parse = PARSERS.get(path.suffix, toml_of)
+    parse: Callable[[str], Any] = PARSERS.get(path.suffix, toml_of)
     try:
         settings = parse(read_text(path))
     except ImportError as error:

@@ -23,9 +23,12 @@ setup_venv() {
 tools_of() {  # pip reads groups from 25.1 on; this works with any
   python - "$1/pyproject.toml" "$2" <<'END'
 import sys
-from pip._vendor import tomli
+try:
+    import tomllib
+except ImportError:  # Python 3.10
+    from pip._vendor import tomli as tomllib
 with open(sys.argv[1], "rb") as file:
-    groups = tomli.load(file)["dependency-groups"]
+    groups = tomllib.load(file)["dependency-groups"]
 print("\n".join(groups.get(sys.argv[2], [])))
 END
 }

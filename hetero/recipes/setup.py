@@ -120,7 +120,8 @@ def rehearsed(
     options: TrainOptions,
 ) -> Settled:
     """Return settings whose default budgets hold this batch, as a rehearsal of its steps says."""
-    kind = getattr(config.device, "name", config.device)
+    name = getattr(config.device, "name", config.device)  # as cuda:1
+    kind = "cuda" if name.startswith("cuda") else name
     profile = config.profile or (ANY_GPU if kind == "cuda" else ANY_CPU)
     tried = dataclasses.replace(config, device=kind, profile=profile)
     tokens = torch.zeros(options.batch, options.seq, dtype=torch.long)
