@@ -2,7 +2,13 @@
 
 Without a C compiler, or where compiling fails, the package is pure Python and updates run as
 torch's operations, with the same bits. The library knows nothing of Python's version: its wheel is
-py3-none-<platform>.
+py3-none-<platform>, or py3-none-any where there is no compiler or HETERO_PURE_WHEEL=1 asks for it.
+
+Why not a pure wheel whose kernel is compiled on first need: the first step of a run would wait for
+a compiler, and the process would load a library from a cache that others may be able to write to.
+Today every wheel is built where it runs, from a clone, so that its platform's own tag is right; a
+wheel for an index is the pure one, or one that auditwheel has given a manylinux tag.
+
 ``python hatch_build.py`` compiles in place, as an editable install does.
 """
 
@@ -44,7 +50,8 @@ class BuildHook(BuildHookInterface[Any]):
         build_data["force_include"][str(PROFILES)] = "hetero/profiles"
         self._folder = tempfile.mkdtemp()
         library = Path(self._folder) / LIBRARY.name
-        if compile_library(library):
+        pure = os.environ.get("HETERO_PURE_WHEEL", "") not in ("", "0")
+        if not pure and compile_library(library):
             build_data["force_include"][str(library)] = f"hetero/{LIBRARY.name}"
             build_data["pure_python"] = False
             build_data["tag"] = f"py3-none-{platform_tag()}"

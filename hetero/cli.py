@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import click
 
 from hetero.config import Config, parse_bytes
-from hetero.parallel.started import launch_rank
+from hetero.parallel.started import launch_rank, launched
 from hetero.recipes.endings import exit_status, failures, open_console, print_json, stopping
 from hetero.recipes.flags import (
     DEVICE,
@@ -52,6 +52,7 @@ NOT_USED = (
     "hetero run: {} built no Accelerator and no Trainer, so hetero had nothing to do. In a loop of"
     " your own, call model, optimizer = hetero.prepare(model, optimizer, hbm=...)"
 )
+BUDGET_OF = {"HBM": "hbm", "HOST": "host", "NVME": "nvme-bytes"}
 POSITIONS = 1024  # of a planned sample
 LAST_LINE = "Print JSON as the last line."
 EACH_STEP = "Print a line of JSON for each step, and one at the end."
@@ -100,7 +101,7 @@ def answers(text: str = LAST_LINE) -> Callable[[Callable[..., int]], Callable[..
 @click.option(
     "--config",
     type=click.Path(exists=True, dir_okay=False),
-    help="TOML or YAML file of options.",
+    help="TOML, YAML or JSON file of options.",
 )
 @click.option("--dry-run", is_flag=True, help="Plan this run (see hetero plan), and train nothing.")
 @fields_as_options
@@ -134,7 +135,7 @@ def check_early(options: TrainOptions, dry_run: bool) -> None:
     if dry_run or config.profile is not None:
         machine(config)
     check_paths_of(options)
-    if not launch_rank():
+    if launched() == 1:  # else all ranks hear of it, when they have joined
         folder_of(options)
     check_reach(options.model)
 
@@ -169,7 +170,16 @@ def plan_run(options: TrainOptions, as_json: bool) -> int:
     from hetero.recipes import show
     from hetero.recipes.train import dry_run
 
-    return 0 if tell(dry_run(options), as_json, show.planned).fits else DISAPPOINTED
+    def shown(console: Console, plan: Plan) -> None:
+        show.planned(console, plan, f"the same command without --dry-run{as_options(plan)}")
+
+    return 0 if tell(dry_run(options), as_json, shown).fits else DISAPPOINTED
+
+
+def as_options(plan: Plan) -> str:
+    """Return the budgets that a plan had to raise, as options to add."""
+    raised = {BUDGET_OF[row.tier]: row.needed_bytes for row in plan.shortfalls}
+    return "".join(f", with --{name} {n_bytes}" for name, n_bytes in raised.items())
 
 
 @main.command(
@@ -396,9 +406,15 @@ def planned(model: str, estimates: bool, given: dict[str, Any]) -> Plan:
 def doctor(as_json: bool) -> int:
     """Check this machine, and say how to fix what slows hetero down."""
     from hetero.recipes import show
-    from hetero.recipes.doctor import examine
+    from hetero.recipes.findings import without_torch
 
-    return 0 if tell(examine(), as_json, show.examination).healthy else DISAPPOINTED
+    try:
+        from hetero.recipes.doctor import examine
+    except (ImportError, OSError) as error:  # a library that torch is linked to may be missing
+        found = without_torch(error)
+    else:
+        found = examine()
+    return 0 if tell(found, as_json, show.examination).healthy else DISAPPOINTED
 
 
 @main.command(short_help="Check every byte of checkpoints.")

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import psutil
 
 from hetero.errors import ConfigError
-from hetero.parse import Unparsable, read_text, toml_of, yaml_of
+from hetero.parse import Unparsable, json_of, read_text, toml_of, yaml_of
 from hetero.types import format_bytes
 
 PREFIXES = "KMGT"
@@ -159,9 +159,18 @@ Settings = Config | Mapping[str, Any] | str | Path | None
 """The forms of settings: a Config, a mapping of its fields, or the path of a file."""
 
 
+def json_text(text: str) -> Any:
+    """Return the value of a text of JSON."""
+    return json_of(text.encode())
+
+
+PARSERS: dict[str, Callable[[str], Any]] = {".yaml": yaml_of, ".yml": yaml_of, ".json": json_text}
+"""By the end of a file's name; any other file is TOML."""
+
+
 def read_settings(path: Path) -> dict[str, Any]:
-    """Return the settings of a TOML or YAML file; ConfigError names the line of a mistake."""
-    parse = yaml_of if path.suffix in (".yaml", ".yml") else toml_of
+    """Return the settings of a TOML, YAML or JSON file; ConfigError names the line of a mistake."""
+    parse: Callable[[str], Any] = PARSERS.get(path.suffix, toml_of)
     try:
         settings = parse(read_text(path))
     except ImportError as error:
@@ -326,7 +335,9 @@ sized = optional(lambda key, value: parse_bytes(value, key))
 one_path = optional(lambda key, value: check_paths(key, [value])[0])
 named = takes(are_names, "a list of module names", then=tuple)
 CHECKS: dict[str, Check] = {
-    "device": takes(is_device, f"one of {DEVICES}", " is unknown"),
+    "device": takes(
+        is_device, f"one of {DEVICES}; CUDA_VISIBLE_DEVICES=1 chooses a GPU", " is unknown"
+    ),
     **dict.fromkeys(("hbm", "host", "nvme_bytes", "pinned"), sized),
     "chunk_bytes": optional(check_chunk_bytes),
     "nvme": check_paths,

@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 
 import click
 import pytest
+from click.shell_completion import ShellComplete
 from click.testing import CliRunner, Result
 
 from hetero.cli import main
@@ -24,14 +25,14 @@ from hetero.config import HostLimit
 from hetero.device import CpuDevice, Slab
 from hetero.plan.presets import PRESETS
 from hetero.recipes import doctor
-from hetero.recipes.doctor import Check, Examination, Level
+from hetero.recipes.findings import Check, Examination, Level
 from hetero.recipes.folders import recorded_in
 from hetero.recipes.guide import ORDER, TRAIN_EXAMPLES, TRAIN_GROUPS
 from hetero.recipes.options import DEMO_MINUTES, TrainOptions, command_options
 from hetero.recipes.record import MOST_STEPS
 
 SHAPE = "--width 32 --layers 2 --heads 2 --seq 16 --batch 2 --lr 0.01"
-TINY = f"train {SHAPE} --steps 6 --device cpu --hbm 300KB"
+TINY = f"train {SHAPE} --steps 6 --device cpu --hbm 300KB --host 700KB"
 
 
 @pytest.fixture(autouse=True)
@@ -138,6 +139,23 @@ def test_help_says_what_a_size_is(command: str) -> None:
 
     assert "20G for short (2^30 bytes each), 20GB (10^9 each), or a number of bytes" in said
     assert "SIZE" in said
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [
+        ("hetero tr", ["train"]),
+        ("hetero train --nv", ["--nvme", "--nvme-bytes"]),
+        ("hetero train --frozen ", ["keep", "int8", "nf4"]),
+        ("hetero plan llama-3-4", ["llama-3-405b"]),
+    ],
+)
+def test_a_shell_completes_commands_options_and_names(typed: str, offered: list[str]) -> None:
+    *args, last = typed.split(" ")[1:]
+
+    found = ShellComplete(main, {}, "hetero", "_HETERO_COMPLETE").get_completions(args, last)
+
+    assert [item.value for item in found] == offered
 
 
 def test_a_plan_of_nothing_lists_the_published_names() -> None:
@@ -270,7 +288,7 @@ def test_a_run_is_cut_short_only_when_nobody_said_how_long() -> None:
 
 
 def test_train_can_keep_activations_and_do_without_a_budget() -> None:
-    data = last_json(call(f"{TINY} --hbm all --no-checkpoint-blocks --json"))
+    data = last_json(call(f"{TINY} --hbm all --host 8MB --no-checkpoint-blocks --json"))
 
     assert data["status"]["mode"] == "resident"
 
@@ -348,6 +366,29 @@ def test_an_option_out_of_range_is_a_usage_error(given: str) -> None:
     assert "Usage:" in result.stderr
 
 
+def test_a_script_that_fails_shows_its_own_frames_alone(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("def deep():\n    return 1 / 0\n\ndeep()\n")
+
+    result = call(["run", str(script)])
+
+    assert result.exit_code == 1
+    assert re.findall(r'File "([^"]+)"', result.stderr) == [str(script)] * 2
+    assert result.stderr.rstrip().endswith("ZeroDivisionError: division by zero")
+
+
+def test_a_dry_run_ends_with_a_command_and_the_budgets_that_it_needs() -> None:
+    few, enough = (
+        call(f"{TINY} --dry-run --profile laptop-4c-avx2-ddr4 --hbm {hbm}")
+        for hbm in ("90KB", "1MB")
+    )
+
+    last = few.stdout.splitlines()[-1]
+    assert (few.exit_code, enough.exit_code) == (1, 0)
+    assert re.fullmatch(r"the same command without --dry-run, with --hbm \d{6}", last)
+    assert enough.stdout.splitlines()[-1] == "the same command without --dry-run"
+
+
 # -- doctor --------------------------------------------------------------------------------------
 
 
@@ -359,6 +400,27 @@ def test_doctor_tells_everything_in_json() -> None:
     assert {"python", "torch", "ram", "ram limit", "cores", "omp settings", "disk"} <= set(found)
     assert all(check["fix"] for check in found.values() if check["level"] != "green")
     assert result.exit_code == (0 if data["healthy"] else 1)
+
+
+@pytest.mark.parametrize("broken", [ImportError, OSError])
+def test_doctor_answers_where_torch_is_missing_or_broken(broken: type[Exception]) -> None:
+    code = (
+        "import sys\n"
+        "class Broken:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'torch':\n"
+        f"            raise {broken.__name__}('libcudart.so.12: not found')\n"
+        "sys.meta_path.insert(0, Broken())\n"
+        "from hetero.cli import main\n"
+        "main(['doctor', '--json'])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+
+    found = {check["name"]: check for check in json.loads(done.stdout)["checks"]}
+    assert done.returncode == 1
+    assert found["torch"]["level"] == "red"
+    assert found["torch"]["found"] == "cannot be imported: libcudart.so.12: not found"
+    assert found["python"]["level"] == "green"
 
 
 def test_doctor_shows_every_check_and_a_block_to_paste() -> None:

@@ -244,6 +244,9 @@ def test_a_yaml_file_gives_the_settings(tmp_path: Path, name: str) -> None:
     path.write_text("hbm: 20GiB\nunits: [layers.*]\n")
 
     assert Config.load(path) == Config.load(hbm="20GiB", units=["layers.*"])
+    as_json = tmp_path / "hetero.json"
+    as_json.write_text('{"hbm": "20GiB", "units": ["layers.*"]}')
+    assert Config.load(as_json) == Config.load(path)
 
 
 def test_a_yaml_mistake_is_named_with_its_line(tmp_path: Path) -> None:

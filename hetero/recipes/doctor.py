@@ -6,17 +6,12 @@ so.
 
 from __future__ import annotations
 
-import dataclasses
 import os
-import platform
 import resource
 import shutil
-import sys
 import time
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,48 +24,19 @@ from hetero.device import CudaDevice, Device, release_slab
 from hetero.errors import ConfigError, StorageError
 from hetero.io import Folder, aligned_buffer
 from hetero.mounts import mount_of
+from hetero.recipes.findings import Check, Examination, Level, check_python, check_system, graded
 from hetero.train.update import kernel
 from hetero.train.update.device_kernel import load_device
 from hetero.types import Lane, format_bytes
 from hetero.version import __version__
 
 MIB, GIB = 2**20, 2**30
-OLDEST_PYTHON, OLDEST_TORCH = (3, 10), (2, 9)
+OLDEST_TORCH = (2, 9)
 PROBE_BYTES = 256 * MIB  # of a copy whose rate is measured
 PROBE_COPIES = 4
 DISK_PROBE_BYTES, DISK_PIECE_BYTES = 128 * MIB, 8 * MIB
 LARGEST_PROBE_BYTES = 8 * GIB  # page-locking more takes long and says little more
 SLOW_LINK_BYTES_PER_SECOND = 8e9  # half of PCIe 4.0 x8
-
-
-class Level(Enum):
-    """The grade of a finding."""
-
-    GREEN = "green"
-    YELLOW = "yellow"
-    RED = "red"
-
-
-@dataclass(frozen=True, slots=True)
-class Check:
-    name: str
-    level: Level
-    found: str
-    fix: str = ""
-    """The fix, in one line; empty if there is nothing to do."""
-
-
-@dataclass(frozen=True, slots=True)
-class Examination:
-    checks: tuple[Check, ...]
-
-    @property
-    def healthy(self) -> bool:
-        return all(check.level is not Level.RED for check in self.checks)
-
-    def as_json(self) -> dict[str, Any]:
-        rows = [{**dataclasses.asdict(c), "level": c.level.value} for c in self.checks]
-        return {"healthy": self.healthy, "checks": rows}
 
 
 def examine() -> Examination:
@@ -92,22 +58,7 @@ def examine() -> Examination:
     return Examination(tuple(checks))
 
 
-def graded(name: str, good: bool, found: str, fix: str, bad: Level = Level.YELLOW) -> Check:
-    """Return a check that is green without a fix, or ``bad`` with one."""
-    return Check(name, Level.GREEN, found) if good else Check(name, bad, found, fix)
-
-
 # -- software ------------------------------------------------------------------------------------
-
-
-def check_system() -> Check:
-    known = sys.platform == "linux"
-    return graded("system", known, platform.platform(), "hetero is tested on Linux")
-
-
-def check_python() -> Check:
-    good = sys.version_info[:2] >= OLDEST_PYTHON
-    return graded("python", good, platform.python_version(), "install Python >= 3.10", Level.RED)
 
 
 def check_torch() -> Check:

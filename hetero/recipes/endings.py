@@ -8,6 +8,8 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -20,6 +22,7 @@ from hetero.recipes.flags import as_flags
 if TYPE_CHECKING:
     from rich.console import Console
 
+PACKAGE = str(Path(__file__).parents[1])
 UNUSABLE = 2  # exit status: the request cannot be honoured as given
 
 
@@ -58,10 +61,21 @@ def exit_status(call: Callable[[], None]) -> int:
         return 128 + signal.SIGINT
     except Exception as error:  # the user's program: as the interpreter ends it
         tell_error(error)
-        traceback.print_exc()
+        traceback.print_exception(error.with_traceback(of_the_user(error.__traceback__)))
     else:
         return 0
     return 1
+
+
+def of_the_user(trace: TracebackType | None) -> TracebackType | None:
+    """Return a traceback from the first frame of the user's program on; all of it without one."""
+    at = trace
+    while at is not None:
+        name = at.tb_frame.f_code.co_filename
+        if not name.startswith(PACKAGE) and "runpy" not in name:
+            return at
+        at = at.tb_next
+    return trace
 
 
 @contextmanager

@@ -112,9 +112,9 @@ def taken(args: list[str], values: Mapping[str, bool]) -> int:
 
 
 SETTING = re.compile(
-    r"""(?<![\w.-])(\w+)=(?:(['"])([^'"\s]*)\2|(\d[\w.]*|True|False|None)(?!\w))?"""
+    r"""(?<![\w.(-])(\w+)=(?:(['"])([^'"\s]*)\2|(\d[\w.]*|True|False|None)(?!\w))?"""
 )
-"""A setting in a sentence, as hbm=, hbm='20GiB' or lr=0.1."""
+"""A setting in a sentence, as hbm=, hbm='20GiB' or lr=0.1; one in a call stays Python's."""
 
 
 def as_flags(text: str, command: click.Command) -> str:

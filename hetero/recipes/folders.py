@@ -28,12 +28,12 @@ def folder_of(options: TrainOptions) -> Path:
     there = has_checkpoint(folder)
     if options.resume and not there:
         raise ConfigError(
-            f"{folder} holds no checkpoint to go on from",
+            f"{str(folder)!r} holds no checkpoint to go on from",
             advice="start without --resume, or name the run's folder with --save-dir",
         )
     if there and not options.resume:
         raise ConfigError(
-            f"{folder} holds the checkpoints of another run",
+            f"{str(folder)!r} holds the checkpoints of another run",
             advice="go on from them with --resume, or name another folder with --save-dir",
         )
     return folder

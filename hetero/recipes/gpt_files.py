@@ -99,7 +99,7 @@ def tokenizer(model: GPT) -> dict[str, dict[str, Any]]:
     end = characters()[END]
     bytewise = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
     bytewise["use_regex"] = False
-    whole = {
+    whole: dict[str, Any] = {
         "version": "1.0",
         "truncation": None,
         "padding": None,

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import click
+from click.shell_completion import CompletionItem
+from click.types import StringParamType
 
 from hetero.plan.presets import PRESETS
 
@@ -48,13 +50,13 @@ PLAN_EXAMPLES = (
 )
 
 
-class SizeType(click.ParamType):
+class SizeType(StringParamType):
     """A size as people type it; settings are checked together, when all are known."""
 
     name = "size"
 
 
-class ModelName(click.ParamType):
+class ModelName(StringParamType):
     """A model to plan; the message without one lists the published names."""
 
     name = "model"
@@ -62,6 +64,12 @@ class ModelName(click.ParamType):
     def get_missing_message(self, param: click.Parameter, ctx: click.Context | None) -> str:
         """Return the names that there are."""
         return f"Published ones: {', '.join(PRESETS)}; or a config.json, or module:function."
+
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
+        """Return the published names that begin so."""
+        return [CompletionItem(name) for name in PRESETS if name.startswith(incomplete)]
 
 
 class Commands(click.Group):

@@ -80,7 +80,7 @@ def steps(start: RunStart) -> str:
 # -- its pace ------------------------------------------------------------------------------------
 
 
-class Moment(NamedTuple):
+class StepEnd(NamedTuple):
     """The end of a step."""
 
     step: int
@@ -92,7 +92,7 @@ class StepPace:
     """How fast the last steps were; the first ones of a process count until others are there."""
 
     def __init__(self) -> None:
-        self._seen: deque[Moment] = deque(maxlen=WINDOW + 1)
+        self._seen: deque[StepEnd] = deque(maxlen=WINDOW + 1)
         self._steps = 0
 
     def saw(self, report: StepReport) -> None:
@@ -100,7 +100,7 @@ class StepPace:
         self._steps += 1
         if self._steps == MEASURING_STEPS + 1:
             self._seen = deque([self._seen[-1]], maxlen=WINDOW + 1)
-        self._seen.append(Moment(report.step, report.seconds, report.tokens))
+        self._seen.append(StepEnd(report.step, report.seconds, report.tokens))
 
     @property
     def is_known(self) -> bool:
@@ -181,8 +181,8 @@ def fitting(parts: list[str], width: int) -> str:
 
 def drawn(share: float, room: int, ascii_only: bool) -> str:
     done = int(share * room)
-    full, rest = "#-" if ascii_only else HEAVY_LIGHT
-    return full * done + rest * (room - done)
+    marks = "#-" if ascii_only else HEAVY_LIGHT
+    return marks[0] * done + marks[1] * (room - done)
 
 
 def clock(seconds: float) -> str:
@@ -215,7 +215,7 @@ def fill(row: dict[str, int | None]) -> str:
     return used if row["budget"] is None else f"{used}/{format_bytes(row['budget'])}"
 
 
-class Watcher(NamedTuple):
+class RunWatcher(NamedTuple):
     """What shows a run: before its first step, and after each one."""
 
     announce: Callable[[RunStart], None]
@@ -223,7 +223,7 @@ class Watcher(NamedTuple):
 
 
 @contextmanager
-def watching(console: Console) -> Iterator[Watcher]:
+def watching(console: Console) -> Iterator[RunWatcher]:
     """Show a banner, then a bar on a terminal, else a line now and then; yields the watcher."""
     progress = RunProgress()
 
@@ -232,10 +232,10 @@ def watching(console: Console) -> Iterator[Watcher]:
         progress.minutes = start.minutes
 
     if not console.is_terminal:
-        yield Watcher(announce, lambda report: plain_line(console, progress, report))
+        yield RunWatcher(announce, lambda report: plain_line(console, progress, report))
         return
     with Live(progress, console=console, refresh_per_second=4):
-        yield Watcher(announce, progress.saw)
+        yield RunWatcher(announce, progress.saw)
 
 
 def plain_line(console: Console, progress: RunProgress, report: StepReport) -> None:

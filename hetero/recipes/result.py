@@ -24,7 +24,7 @@ class EvalLoss(NamedTuple):
         return math.exp(self.loss) if self.loss < 700 else math.inf
 
 
-class Budget(NamedTuple):
+class RunBudget(NamedTuple):
     """How many bytes of a tier a run may take, and why so many."""
 
     tier: str
@@ -41,7 +41,7 @@ class RunStart:
     state_bytes: int
     device: str
     mode: str
-    budgets: tuple[Budget, ...]
+    budgets: tuple[RunBudget, ...]
     folder: str
     """Of checkpoints."""
     steps: int

@@ -80,12 +80,14 @@ def settings_for(
     if config.hbm is None:
         config = dataclasses.replace(config, hbm=states_of(model) // STATES_PER_BUDGET)
     if config.mesh is not None:  # ranks keep no homes on disk
-        return Settled(config, {"hbm": QUARTER})
+        return Settled(config, {"hbm": QUARTER} if given.hbm is None else {})
     if config.host is None:
         config = dataclasses.replace(config, host=states_of(model) // STATES_PER_HOST)
     if not config.nvme:
         make_folder(RUNS, mode=0o777).close()
         config = dataclasses.replace(config, nvme=(RUNS,))
+    if given.hbm is not None and given.host is not None:
+        return Settled(config)
     return rehearsed(model, optimizer, given, config, options)
 
 
@@ -97,12 +99,10 @@ def rehearsed(
     options: TrainOptions,
 ) -> Settled:
     """Return settings whose default budgets hold this batch, as a rehearsal of its steps says."""
-    simulated = config.device in ("cpu", "cpu:sim")
-    tried = dataclasses.replace(
-        config,
-        device=config.device if simulated else "cuda",
-        profile=config.profile or (ANY_CPU if simulated else ANY_GPU),
-    )
+    name = getattr(config.device, "name", config.device)  # as cuda:1
+    kind = "cuda" if name.startswith("cuda") else name
+    profile = config.profile or (ANY_GPU if kind == "cuda" else ANY_CPU)
+    tried = dataclasses.replace(config, device=kind, profile=profile)
     tokens = torch.zeros(options.batch, options.seq, dtype=torch.long)
     batch = {"tokens": tokens, "targets": tokens}
     found = plan(model, batch, optimizer=optimizer, config=tried, estimates=False)
@@ -111,7 +111,7 @@ def rehearsed(
     for name in why:
         needed = short.get(name.upper())
         if needed is not None and getattr(given, name) is None:
-            config = dataclasses.replace(config, **{name: int(needed * (1 + SPARE))})
+            config = Config.load(config, **{name: int(needed * (1 + SPARE))})
             why[name] = NEEDED
     kept = {name: said for name, said in why.items() if getattr(given, name) is None}
     return Settled(config, kept, found.disk_write_bytes)

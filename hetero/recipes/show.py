@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # these load torch, which rendering does not need
     from hetero.api import Status
     from hetero.checkpoint.verify import Verification
     from hetero.recipes.calibrate import Calibration
-    from hetero.recipes.doctor import Check, Examination
+    from hetero.recipes.findings import Check, Examination
     from hetero.recipes.result import TrainResult
     from hetero.rehearse.plan import Plan
 
@@ -297,8 +297,9 @@ def failure(console: Console, error: Any) -> None:
 # -- a plan --------------------------------------------------------------------------------------
 
 
-def planned(console: Console, plan: Plan) -> None:
-    """Show whether a plan fits, its needs, and alternatives."""
+def planned(console: Console, plan: Plan, line: str | None = None) -> None:
+    """Show whether a plan fits, its needs, and alternatives; at the end ``line``, or that of
+    Python to paste."""
     verdict = "[green]fits[/green]" if plan.fits else "[red]does not fit[/red]"
     console.print(
         f"[bold]{escape(plan.model)}[/bold], {format_count(plan.n_params)} parameters, on"
@@ -312,7 +313,7 @@ def planned(console: Console, plan: Plan) -> None:
         console.print(f"[red]the drive lasts {plan.drive_life_steps:,.0f} steps[/red]")
     if len(plan.what_if) > 1:
         console.print(plan_estimates(plan))
-    console.print(f"[bold]{escape(plan.paste)}[/bold]", soft_wrap=True)
+    console.print(f"[bold]{escape(line or plan.paste)}[/bold]", soft_wrap=True)
 
 
 def plan_tiers(plan: Plan) -> Table:

@@ -32,9 +32,9 @@ from hetero.recipes.options import TrainOptions, check_paths_of, installed, sett
 from hetero.recipes.passes import Passes
 from hetero.recipes.record import Recording
 from hetero.recipes.result import (
-    Budget,
     EvalLoss,
     Progress,
+    RunBudget,
     RunStart,
     StepReport,
     TrainResult,
@@ -378,7 +378,7 @@ def start_of(run: TrainRun, settled: Settled, ended: int | None) -> RunStart:
         device=found.device,
         mode=found.mode,
         budgets=tuple(
-            Budget(tier, row["budget"], reason(tier.lower(), settled))
+            RunBudget(tier, row["budget"], reason(tier.lower(), settled))
             for tier, row in found.tiers.items()
         ),
         folder=str(run.folder),

@@ -60,7 +60,7 @@ def called(model: nn.Module, name: str, batch: Any) -> Described:
         raise ConfigError(
             f"{name} needs arguments",
             advice="let a function named as mymodels:small return model, batch; or give hetero.plan"
-            " a batch: a mapping of keyword arguments, a sequence of positional ones, a tensor",
+            "(batch=...) keyword arguments as a mapping, others as a sequence, or a tensor",
         )
     args: Sequence[Any] = ()
     kwargs: Mapping[str, Any] = {}

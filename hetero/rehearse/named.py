@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from hetero.config import Config
 from hetero.errors import ConfigError
@@ -28,7 +28,7 @@ def machine(config: Config) -> MachineProfile:
     return find(config.profile)
 
 
-def is_factory(what: object) -> bool:
+def is_factory(what: object) -> TypeGuard[str]:
     """Whether a text names a function, as mymodels:small."""
     return isinstance(what, str) and ":" in what and not Path(what).exists()
 

@@ -18,13 +18,13 @@ import hetero
 from hetero.api import engine_of, prepare_tuned
 from hetero.checkpoint.verify import verify
 from hetero.checkpoint.writer import Writer
-from hetero.cli import exit_status
 from hetero.config import Config
 from hetero.errors import DivergenceError, OutOfMemory, RankLost
 from hetero.parallel import farewell, node
 from hetero.parallel.farewell import AT_ITS_END
 from hetero.parallel.launch import launch
 from hetero.parallel.news import HEARING_SECONDS
+from hetero.recipes.endings import exit_status
 from hetero.testing.ranks import Died, free_port, outcomes
 from hetero.train.engine.setup import Setup
 from hetero.train.engine.tuning import Tuning

@@ -10,18 +10,18 @@ import pytest
 from rich.console import Console
 
 from hetero.recipes.live import FIRST_STEPS, RunProgress, StepPace, banner, clock, watching
-from hetero.recipes.result import Budget, EvalLoss, RunStart, StepReport
+from hetero.recipes.result import EvalLoss, RunBudget, RunStart, StepReport
 
 START = RunStart(
     model="gpt",
-    parameters=31_919_616,
-    state_bytes=510_713_856,
+    parameters=31_918_080,
+    state_bytes=510_689_280,
     device="cpu:sim",
     mode="paged",
     budgets=(
-        Budget("HBM", 127_672_320, "a quarter of the states"),
-        Budget("HOST", 255_344_640, "what a rehearsal of this batch needs"),
-        Budget("NVME", None, "what is free there"),
+        RunBudget("HBM", 127_672_320, "a quarter of the states"),
+        RunBudget("HOST", 255_344_640, "what a rehearsal of this batch needs"),
+        RunBudget("NVME", None, "what is free there"),
     ),
     folder="runs/1",
     steps=64,
@@ -153,8 +153,8 @@ def told(**changed: Any) -> list[str]:
 
 def test_the_banner_says_what_runs_where_in_what_and_what_it_writes() -> None:
     assert told() == [
-        "model   gpt, 31,919,616 parameters",
-        "states  487.1 MiB: weights, gradients, two moments",
+        "model   gpt, 31,918,080 parameters",
+        "states  487 MiB: weights, gradients, two moments",
         "device  cpu:sim (simulated: its memory is limited; no CUDA), paged",
         "HBM     121.8 MiB (a quarter of the states)",
         "HOST    243.5 MiB (what a rehearsal of this batch needs)",

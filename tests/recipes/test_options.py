@@ -88,6 +88,7 @@ def test_options_at_the_beginning_are_counted_with_their_values() -> None:
         ("as profile='profiles/<host>.toml'", "as --profile 'profiles/<host>.toml'"),
         ("gradients at --hbm=3, x.hbm=4, ahbm=5", "gradients at --hbm=3, x.hbm=4, ahbm=5"),
         ("batch=(1, 2)", "batch=(1, 2)"),
+        ("call hetero.prepare(hbm=...)", "call hetero.prepare(hbm=...)"),
     ],
 )
 def test_settings_in_a_sentence_become_flags_of_the_command(said: str, spoken: str) -> None:
