@@ -218,8 +218,9 @@ def leaves_of(measured: Measured, peak: Peak) -> list[Leaf]:
 
 def leaf_of(share: Share, peak: Peak, colour: str, light: bool) -> Leaf:
     size = f"{format_bytes(share.n_bytes)} ({format_share(share.n_bytes / peak.n_bytes)})"
-    detail = f"{share.category}, {size}" if share.module else f"{size}, {NOBODY}"
-    label = share.module or share.category
+    named = share.module or share.where
+    detail = f"{share.category}, {size}" if named else f"{size}, {NOBODY}"
+    label = named or share.category
     return Leaf(share.n_bytes, colour, label, detail, light, share.category)
 
 
