@@ -83,7 +83,7 @@ def doubts(measured: Measured) -> Iterator[str]:
     for line in measured.timelines.values():
         if line.excess_bytes:
             more = format_bytes(line.excess_bytes)
-            yield f"{line.tier}: graphs held up to {more} that the ledger had not charged."
+            yield f"{line.tier}: activations passed what was reserved for them by up to {more}."
     for peak in measured.peaks.values():
         over = peak.n_bytes - (peak.budget_bytes or peak.n_bytes)
         if over > 0:
