@@ -68,9 +68,8 @@ def still_levels(measured: Measured, line: Timeline, least: int = 0) -> Still:
     """Return a tier's bytes over the run, each column at its highest; the upper edge stands for
     ``least`` or more."""
     rows = sampled(line, measured.begin_ns, measured.end_ns)
-    peak = max(*line.totals, least) or 1
     budget = measured.peaks[line.tier].budget_bytes
-    top = max(budget, peak) if budget and budget < 4 * peak else peak
+    top = max(top_of(measured, line), least)
     shown = [i for i, column in enumerate(line.columns) if any(column)]
     heights = [0] * len(rows)
     areas = []
@@ -80,6 +79,13 @@ def still_levels(measured: Measured, line: Timeline, least: int = 0) -> Still:
         areas.append(Area(fill, outline([h / top for h in heights])))
     height = 100 * (1 - budget / top) if budget and budget <= top else None
     return Still(tuple(reversed(areas)), format_bytes(top), marks(measured), height)
+
+
+def top_of(measured: Measured, line: Timeline) -> int:
+    """Return the bytes at the upper edge of a tier's picture: its budget, if that is near."""
+    peak = max(line.totals) or 1
+    budget = measured.peaks[line.tier].budget_bytes
+    return max(budget, peak) if budget and budget < 4 * peak else peak
 
 
 def sampled(line: Timeline, begin_ns: int, end_ns: int) -> list[int]:
