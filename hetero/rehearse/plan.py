@@ -326,6 +326,9 @@ def drawn(
     paged = as_paged(scene, found) if estimates and not found.uses else found
     peak_flops = peak_of(scene)
     plain = plain_step(scene, found.blueprint) if estimates or peak_flops is not None else None
+    rows: Sequence[WhatIf] = ()
+    if estimates:
+        rows = estimates_of(scene, described, paged, needed, measured.meta.budgets, plain)
     return Plan(
         model=described.name,
         n_params=sum(p.numel() for p in scene.model.parameters()),
@@ -344,14 +347,7 @@ def drawn(
         drive_life_steps=None if life is None else life.steps,
         policies=dict(Counter(found.policies.values())),
         settings=settings_of(config),
-        what_if=(
-            as_rehearsed(measured, shortfalls, tokens),
-            *(
-                estimates_of(scene, described, paged, needed, measured.meta.budgets, plain)
-                if estimates
-                else ()
-            ),
-        ),
+        what_if=(as_rehearsed(measured, shortfalls, tokens), *rows),
         mfu=mfu_of(plain, step_seconds, peak_flops),
         rehearsal=found,
     )
