@@ -44,7 +44,7 @@ class Still(NamedTuple):
     """Its height in per cent from the top; None: there is none, or it is above the picture."""
 
 
-class Block(NamedTuple):
+class StayBlock(NamedTuple):
     """A bucket's stay, in per cent of the picture's time."""
 
     row: int
@@ -55,7 +55,7 @@ class Block(NamedTuple):
 
 class StillStays(NamedTuple):
     names: tuple[str, ...]
-    blocks: tuple[Block, ...]
+    blocks: tuple[StayBlock, ...]
     times: tuple[Mark, ...]
 
 
@@ -157,6 +157,6 @@ def still_stays(measured: Measured) -> StillStays:
         colour = "miss" if stay.missed else "ahead" if stay.why_in == "plan" else "stay"
         if rows[stay.bucket] < ROWS:
             place = (100 * (low - begin) / whole, 100 * (high - low) / whole)
-            blocks.append(Block(rows[stay.bucket], *place, colour))
+            blocks.append(StayBlock(rows[stay.bucket], *place, colour))
     names = [unit_name(measured.meta, measured.meta.buckets[b].unit) for b in list(rows)[:ROWS]]
     return StillStays(tuple(names), tuple(blocks), marks(measured, (begin, end)))
