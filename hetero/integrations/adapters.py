@@ -17,7 +17,7 @@ def with_adapters(model: nn.Module, rank: int) -> nn.Module:
         r=rank, lora_alpha=2 * rank, target_modules=linear_of(model), task_type=kind
     )
     try:
-        found: nn.Module = get_peft_model(model, config)  # type: ignore[arg-type]  # any module
+        found: nn.Module = get_peft_model(model, config)
     except ValueError as error:
         raise ConfigError(
             f"lora_rank: {error}", advice="plan a model with linear modules, or without adapters"

@@ -180,12 +180,7 @@ def plan(
     profile = machine(known)
     described = describe(model_or_config, batch)
     if lora_rank is not None:
-        if isinstance(optimizer, torch.optim.Optimizer):
-            raise ConfigError(
-                "the optimizer is not over the adapters that lora_rank= plans",
-                advice="name one, as optimizer='adamw', or pass a model that has adapters",
-            )
-        described = replace(described, model=adapted(described.model, lora_rank))
+        described = replace(described, model=adapted(described.model, lora_rank, optimizer))
     if isinstance(optimizer, str):
         optimizer = named(optimizer, described.model)
     scene = scene_of(described, optimizer, loss, known, profile)
@@ -320,6 +315,9 @@ def drawn(
     paged = as_paged(scene, found) if estimates and not found.uses else found
     peak_flops = peak_of(scene)
     plain = plain_step(scene, found.blueprint) if estimates or peak_flops is not None else None
+    rows: Sequence[WhatIf] = ()
+    if estimates:
+        rows = estimates_of(scene, described, paged, needed, measured.meta.budgets, plain)
     return Plan(
         model=described.name,
         n_params=sum(p.numel() for p in scene.model.parameters()),
@@ -338,10 +336,7 @@ def drawn(
         drive_life_steps=None if life is None else life.steps,
         policies=dict(Counter(found.policies.values())),
         settings=settings_of(config),
-        what_if=(
-            as_rehearsed(measured, shortfalls, tokens),
-            *(estimates_of(scene, described, paged, needed, plain) if estimates else ()),
-        ),
+        what_if=(as_rehearsed(measured, shortfalls, tokens), *rows),
         mfu=mfu_of(plain, step_seconds, peak_flops),
         rehearsal=found,
     )
@@ -414,12 +409,13 @@ def estimates_of(
     described: Described,
     paged: Rehearsal,
     needed: Mapping[str, int],
+    limits: Mapping[str, int | None],
     plain: PlainStep | None,
 ) -> Sequence[WhatIf]:
     """Return estimates of other settings; of a model that stays, as if it were paged."""
     if not paged.uses:
         return ()
-    baseline = on_its_clock(baseline_of(scene, paged, needed), paged.step_seconds)
+    baseline = on_its_clock(baseline_of(scene, paged, needed, limits), paged.step_seconds)
     rows = what_if(baseline, described.samples, described.positions)
     if plain is None:
         return [*rows]
@@ -458,8 +454,14 @@ def mfu_of(plain: PlainStep | None, seconds: float, peak_flops: float | None) ->
     return plain.flops / seconds / peak_flops
 
 
-def baseline_of(scene: Scene, found: Rehearsal, needed: Mapping[str, int]) -> Baseline:
-    """Return the figures of a rehearsal that estimates start from."""
+def baseline_of(
+    scene: Scene,
+    found: Rehearsal,
+    needed: Mapping[str, int],
+    limits: Mapping[str, int | None],
+) -> Baseline:
+    """Return the figures of a rehearsal that estimates start from, within the plan's ``limits``."""
+    limit = None if "HBM" in needed else limits.get("HBM")  # else it was raised
     blueprint = found.blueprint
     trainable = [b for b in blueprint.layout.buckets if b.trainable]
     states = sum(b.numel * blueprint.costs[b.id].state for b in trainable)
@@ -474,7 +476,7 @@ def baseline_of(scene: Scene, found: Rehearsal, needed: Mapping[str, int]) -> Ba
         state_bytes=states,
         param_bytes=sum(b.home_bytes for b in blueprint.layout.buckets),
         numel=numel,
-        hbm_bytes=budget(scene, "hbm") or found.peaks[Tier.HBM],
+        hbm_bytes=limit or budget(scene, "hbm") or found.peaks[Tier.HBM],
         host_bytes=budget(scene, "host") or 0,
         disk_bytes=(budget(scene, "nvme_bytes") or ENDLESS) if scene.config.nvme else 0,
         compute_seconds=3 * forward,

@@ -14,8 +14,18 @@ from hetero.rehearse.models import META
 from hetero.rehearse.twin import twin_of
 
 
-def adapted(model: nn.Module, rank: int) -> nn.Module:
-    """Return a twin of the model, frozen, with low-rank adapters at all linear modules."""
+def adapted(
+    model: nn.Module, rank: int, optimizer: torch.optim.Optimizer | str | None
+) -> nn.Module:
+    """Return a twin of the model, frozen, with low-rank adapters at all linear modules.
+
+    ConfigError for an optimizer that is made already: it is over other parameters.
+    """
+    if isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(
+            "the optimizer is not over the adapters that lora_rank= plans",
+            advice="name one, as optimizer='adamw', or pass a model that has adapters",
+        )
     twin = twin_of(model).model  # PEFT changes what it is given
     with META:
         return with_adapters(twin, rank)

@@ -221,9 +221,9 @@ def slow_link(measured: Measured) -> Iterator[Advice]:
 
 
 def outside(measured: Measured) -> Iterator[Advice]:
-    """Time outside forward, backward and step."""
+    """Time outside forward, backward and step; a plan loads no data."""
     idle_ns = measured.parts.get("between", 0)
-    if idle_ns > 0.05 * measured.steady_ns:
+    if measured.meta.kind != "predicted" and idle_ns > 0.05 * measured.steady_ns:
         yield Advice(
             "prepare the next batch while a step runs (data loading, logging)",
             mean_seconds(measured, idle_ns),

@@ -18,7 +18,7 @@ from hetero.report.advice import Advice, headline, verdict
 from hetero.report.measure import NS, Measured, Summary, figures
 from hetero.report.peaks import unit_name
 from hetero.report.series import series_of
-from hetero.report.still import paint, still_curve, still_lanes, still_levels, still_stays
+from hetero.report.still import paint, still_curve, still_lanes, still_levels, still_stays, top_of
 from hetero.report.svg import WIDE, fits, placed, plane_height
 from hetero.report.traffic import BINS
 from hetero.report.values import curves
@@ -192,7 +192,7 @@ ROWS: tuple[Callable[..., Any], ...] = (
     *(views.allocated, views.by_step, views.charged, views.comings, views.compared, views.doubts),
     *(views.filled, views.leaves_of, views.off, views.parts_of, views.peak_colours),
     *(views.peak_keys, views.refetches, views.step_parts, placed, plane_height, fits, figure),
-    *(keyed, listed, paint, still_curve, still_lanes, still_levels, still_stays, curves),
+    *(keyed, listed, paint, still_curve, still_lanes, still_levels, still_stays, top_of, curves),
 )
 WORDS = {
     "BINS": BINS,

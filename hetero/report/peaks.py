@@ -27,6 +27,8 @@ class Share:
     module: str
     """Empty: the log does not say."""
     n_bytes: int
+    where: str = ""
+    """Lines of the program that made them, where no module did."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +77,7 @@ def peak_of(
         phase=phase_at(events, t_ns),
         unit=unit_at(residency, meta, t_ns),
         categories=categories,
-        shares=shares_of(categories, owned),
+        shares=tuple(by_lines(shares_of(categories, owned), meta, line.tier)),
         budget_bytes=meta.budgets.get(line.tier),
     )
 
@@ -150,6 +152,19 @@ def release(held: dict[int, int], unit: int, n_bytes: int) -> None:
             held[owner] -= gone
         if not n_bytes:
             return
+
+
+def by_lines(shares: Sequence[Share], meta: Meta, tier: str) -> list[Share]:
+    """Return the shares, with those of no module by the lines that made them, as far as known."""
+    found = []
+    for share in shares:
+        made = meta.made_at_peak.get(share.category, {}) if not share.module else {}
+        here = tier in meta.budgets and sum(made.values()) <= share.n_bytes
+        known = made if here else {}
+        found += [Share(share.category, "", n, where) for where, n in known.items()]
+        left = share.n_bytes - sum(known.values())
+        found += [Share(share.category, share.module, left)] if left else []
+    return sorted(found, key=lambda s: (-s.n_bytes, s.category, s.module, s.where))
 
 
 def shares_of(categories: dict[str, int], owned: dict[tuple[str, str], int]) -> tuple[Share, ...]:

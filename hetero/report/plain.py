@@ -129,6 +129,7 @@ class Watcher:
             budgets={self._tier.name: None},
             units=[unit.name for unit in self.units],
             buckets=self._buckets(),
+            made_at_peak=self._storages.made_at_peak(),
         )
 
     def _buckets(self) -> list[BucketMeta]:

@@ -98,6 +98,8 @@ class Meta:
     """Tokens of a step, samples if there are none; 0: unknown."""
     rated_write_bytes: int | None = None
     """Bytes that the drives are rated to take in their life; None: unknown."""
+    made_at_peak: dict[str, dict[str, int]] = field(default_factory=dict)
+    """Of HBM's peak, what no module made: by category, bytes by lines of the program."""
     rank: int = 0
     n_ranks: int = 1
     """That have the model together."""

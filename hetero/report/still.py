@@ -44,7 +44,7 @@ class Still(NamedTuple):
     """Its height in per cent from the top; None: there is none, or it is above the picture."""
 
 
-class Block(NamedTuple):
+class StayBlock(NamedTuple):
     """A bucket's stay, in per cent of the picture's time."""
 
     row: int
@@ -55,7 +55,7 @@ class Block(NamedTuple):
 
 class StillStays(NamedTuple):
     names: tuple[str, ...]
-    blocks: tuple[Block, ...]
+    blocks: tuple[StayBlock, ...]
     times: tuple[Mark, ...]
 
 
@@ -68,9 +68,8 @@ def still_levels(measured: Measured, line: Timeline, least: int = 0) -> Still:
     """Return a tier's bytes over the run, each column at its highest; the upper edge stands for
     ``least`` or more."""
     rows = sampled(line, measured.begin_ns, measured.end_ns)
-    peak = max(*line.totals, least) or 1
     budget = measured.peaks[line.tier].budget_bytes
-    top = max(budget, peak) if budget and budget < 4 * peak else peak
+    top = max(top_of(measured, line), least)
     shown = [i for i, column in enumerate(line.columns) if any(column)]
     heights = [0] * len(rows)
     areas = []
@@ -80,6 +79,13 @@ def still_levels(measured: Measured, line: Timeline, least: int = 0) -> Still:
         areas.append(Area(fill, outline([h / top for h in heights])))
     height = 100 * (1 - budget / top) if budget and budget <= top else None
     return Still(tuple(reversed(areas)), format_bytes(top), marks(measured), height)
+
+
+def top_of(measured: Measured, line: Timeline) -> int:
+    """Return the bytes at the upper edge of a tier's picture: its budget, if that is near."""
+    peak = max(line.totals) or 1
+    budget = measured.peaks[line.tier].budget_bytes
+    return max(budget, peak) if budget and budget < 4 * peak else peak
 
 
 def sampled(line: Timeline, begin_ns: int, end_ns: int) -> list[int]:
@@ -151,6 +157,6 @@ def still_stays(measured: Measured) -> StillStays:
         colour = "miss" if stay.missed else "ahead" if stay.why_in == "plan" else "stay"
         if rows[stay.bucket] < ROWS:
             place = (100 * (low - begin) / whole, 100 * (high - low) / whole)
-            blocks.append(Block(rows[stay.bucket], *place, colour))
+            blocks.append(StayBlock(rows[stay.bucket], *place, colour))
     names = [unit_name(measured.meta, measured.meta.buckets[b].unit) for b in list(rows)[:ROWS]]
     return StillStays(tuple(names), tuple(blocks), marks(measured, (begin, end)))

@@ -10,11 +10,13 @@ copy where they would otherwise write in place; these copies count.
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +32,8 @@ CATEGORIES: tuple[Category, ...] = (
     *(Kind.PARAM, Kind.GRAD, Kind.STATE, Kind.ACTIVATION, Kind.BUFFER),
     OTHER,
 )
+FRAMES = 2  # of a place in the program
+NOT_THE_PROGRAM = ("torch", "hetero.report", "hetero.internals", "contextlib")
 OWNED = (Kind.PARAM, Kind.GRAD, Kind.STATE, Kind.BUFFER)
 
 
@@ -38,13 +42,16 @@ class Change(NamedTuple):
 
     category: Category
     n_bytes: int
+    where: str = ""
+    """The lines of the program that made them; empty inside a module's access."""
 
 
 class LiveStorage:
-    __slots__ = ("category", "counts", "n_bytes", "ref")
+    __slots__ = ("category", "counts", "n_bytes", "ref", "where")
 
-    def __init__(self, category: Category, n_bytes: int, *, counts: bool) -> None:
+    def __init__(self, category: Category, n_bytes: int, *, counts: bool, where: str) -> None:
         self.category = category
+        self.where = where
         self.counts = counts  # False on another device
         self.n_bytes = n_bytes if counts else 0
         self.ref: weakref.ref[torch.UntypedStorage]
@@ -70,6 +77,23 @@ class Storages(TorchDispatchMode):
         self._owned: set[int] = set()
         self._coming: deque[tuple[Change, ...]] = deque()
         self._lock = threading.Lock()
+        self._held: Counter[tuple[Category, str]] = Counter()
+        self._peak = self._total = 0
+        self._rises = False
+        self._at_peak: dict[tuple[Category, str], int] = {}
+
+    def made_at_peak(self) -> dict[str, dict[str, int]]:
+        """Return the bytes at the peak that no module made, by category and lines of the program.
+
+        Parameters and what belongs to them have modules, and are left out.
+        """
+        found: dict[str, dict[str, int]] = {}
+        rows = self._held if self._rises else self._at_peak
+        for (category, where), n_bytes in rows.items():
+            if where and n_bytes and category not in OWNED:
+                name = category.value if isinstance(category, Kind) else category
+                found.setdefault(name, {})[where] = n_bytes
+        return found
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -140,11 +164,18 @@ class Storages(TorchDispatchMode):
         for key in self._owned - found.keys():
             row = self._rows.get(key)
             if row is not None and row.category in OWNED:
-                gained.update(dict(self._move(row, OTHER)))
+                self._add(gained, self._move(row, OTHER))
         for storage, category in found.values():
-            gained.update(dict(self._own(storage, category)))
+            self._add(gained, self._own(storage, category))
         self._owned = set(found)
         return gained
+
+    def _add(self, gained: Counter[Category], changes: Iterable[Change]) -> None:
+        """Sum changes up by category; whose lines they are of is noted at once."""
+        for category, n_bytes, where in changes:
+            gained[category] += n_bytes
+            self._held[category, where] += n_bytes
+            self._held[category, ""] -= n_bytes  # the sum is of no lines
 
     def own(self, storage: torch.UntypedStorage, category: Category) -> None:
         """Put a storage in a category that has owners."""
@@ -164,23 +195,25 @@ class Storages(TorchDispatchMode):
 
     def _note(self, storage: torch.UntypedStorage, category: Category) -> Change:
         key = storage._cdata
-        row = LiveStorage(category, storage.nbytes(), counts=storage.device == self._place)
+        where = "" if category in OWNED or self._log.access >= 0 else lines_of_program()
+        counts = storage.device == self._place
+        row = LiveStorage(category, storage.nbytes(), counts=counts, where=where)
 
         def gone(_: object) -> None:
             del self._rows[key]
-            self._post(Change(row.category, -row.n_bytes))
+            self._post(Change(row.category, -row.n_bytes, row.where))
 
         row.ref = weakref.ref(storage, gone)
         self._rows[key] = row
-        return Change(category, row.n_bytes)
+        return Change(category, row.n_bytes, where)
 
     def _move(self, row: LiveStorage, category: Category) -> tuple[Change, Change]:
         old, row.category = row.category, category
-        return Change(old, -row.n_bytes), Change(category, row.n_bytes)
+        return Change(old, -row.n_bytes, row.where), Change(category, row.n_bytes, row.where)
 
     def _resize(self, row: LiveStorage, n_bytes: int) -> None:
         grown, row.n_bytes = n_bytes - row.n_bytes, n_bytes
-        self._post(Change(row.category, grown))
+        self._post(Change(row.category, grown, row.where))
 
     def _post(self, *changes: Change) -> None:
         """Apply changes one by one; the lock's holder also applies those that come meanwhile."""
@@ -194,7 +227,25 @@ class Storages(TorchDispatchMode):
 
     def _apply(self, changes: tuple[Change, ...]) -> None:
         log, levels, t = self._log, self.levels, self._log.clock()
-        for category, n_bytes in changes:
+        if self._rises and sum(change.n_bytes for change in changes) < 0:
+            self._at_peak, self._rises = dict(self._held), False
+        for category, n_bytes, where in changes:
             levels[category] += n_bytes
+            self._held[category, where] += n_bytes
+            self._total += n_bytes
             now_bytes = levels[category]
             log.add(What.LEVEL, t, t, tier=self._tier, category=category, n_bytes=now_bytes)
+        if self._total > self._peak:
+            self._peak, self._rises = self._total, True
+
+
+def lines_of_program() -> str:
+    """Return the innermost two lines of the program that led here, without torch's and ours."""
+    found: list[str] = []
+    frame = sys._getframe(1)
+    while frame is not None and len(found) < FRAMES:
+        if not frame.f_globals.get("__name__", "").startswith(NOT_THE_PROGRAM):
+            code = frame.f_code
+            found.append(f"{Path(code.co_filename).name}:{frame.f_lineno} {code.co_name}")
+        frame = frame.f_back  # type: ignore[assignment]  # None ends the loop
+    return " < ".join(found)

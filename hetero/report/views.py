@@ -83,7 +83,7 @@ def doubts(measured: Measured) -> Iterator[str]:
     for line in measured.timelines.values():
         if line.excess_bytes:
             more = format_bytes(line.excess_bytes)
-            yield f"{line.tier}: graphs held up to {more} that the ledger had not charged."
+            yield f"{line.tier}: activations passed what was reserved for them by up to {more}."
     for peak in measured.peaks.values():
         over = peak.n_bytes - (peak.budget_bytes or peak.n_bytes)
         if over > 0:
@@ -218,8 +218,9 @@ def leaves_of(measured: Measured, peak: Peak) -> list[Leaf]:
 
 def leaf_of(share: Share, peak: Peak, colour: str, light: bool) -> Leaf:
     size = f"{format_bytes(share.n_bytes)} ({format_share(share.n_bytes / peak.n_bytes)})"
-    detail = f"{share.category}, {size}" if share.module else f"{size}, {NOBODY}"
-    label = share.module or share.category
+    named = share.module or share.where
+    detail = f"{share.category}, {size}" if named else f"{size}, {NOBODY}"
+    label = named or share.category
     return Leaf(share.n_bytes, colour, label, detail, light, share.category)
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from hetero.report.advice import WORTH, advise, verdict
+from hetero.report.advice import WORTH, advise, outside, verdict
 from hetero.report.measure import NS, Measured, measure
 from hetero.report.run import Run
 
@@ -72,3 +72,13 @@ def test_the_verdict_of_a_run_without_steps_says_so(run: Run) -> None:
 
     assert verdict(made).startswith("No complete step")
     assert advise(made) == ()
+
+
+def test_a_plan_is_not_told_to_load_its_data_earlier() -> None:
+    run = paged(6)
+    late = [e._replace(dur_ns=5 * e.dur_ns) if e.what == "step" else e for e in run.events]
+    idle = Run.of(run.meta, [e for e in late if e.what != "step" or e.step in (2, 5)])
+    planned = Run.of(replace(run.meta, kind="predicted"), idle.events)
+
+    assert any("next batch" in a.change for a in outside(measure(idle)))
+    assert list(outside(measure(planned))) == []

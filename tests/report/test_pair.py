@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from hetero.errors import ConfigError
 from hetero.report.examine import SUMMARY
 from hetero.report.make import examined, report, told_apart
 from hetero.report.pair import PairReport, Row
+from hetero.report.run import Run
 
 from .synthetic import paged, plain
 from .test_html import Reader
@@ -57,6 +60,16 @@ def test_the_page_of_two_is_whole_closed_and_small(tmp_path: Path) -> None:
         assert len(text.encode()) < 600_000
     data = json.loads((tmp_path / SUMMARY).read_text())
     assert data["mode"] == "plain" and data["against"]["mode"] == "paged"
+
+
+def test_both_pictures_of_a_tier_have_one_scale(tmp_path: Path) -> None:
+    first = paged(3)
+    more = replace(first.meta, budgets={**first.meta.budgets, "HBM": 700 * 1024})
+    examined(first, Run.of(more, first.events)).write(tmp_path / "pair.html")
+    tops = re.findall(r'<text x="4" y="13">(.*?)</text>', (tmp_path / "pair.html").read_text())
+
+    assert len(tops) == 4 and (tops[0], tops[2]) == (tops[1], tops[3])
+    assert tops[0] == "700 KiB"
 
 
 def test_the_command_compares_and_judges_the_other(folder: Path, tmp_path: Path) -> None:

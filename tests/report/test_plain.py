@@ -25,9 +25,11 @@ import hetero
 from hetero.device import Allocated
 from hetero.events import Event
 from hetero.recipes.gpt import GPT, GPTConfig
+from hetero.report.measure import measure
 from hetero.report.plain import Watcher
 from hetero.report.run import Run
 from hetero.report.storages import Storages
+from hetero.report.views import leaves_of
 from hetero.train.access.listening import Listening
 from hetero.train.activations.meter import LiveBytes
 from hetero.types import Kind
@@ -856,3 +858,24 @@ def test_a_part_of_a_prepared_model_is_refused() -> None:
     with pytest.raises(hetero.StateError, match="part of a prepared"), hetero.profile(part):
         pass
     hetero.release(model, optimizer)
+
+
+def test_what_no_module_made_has_the_lines_that_made_it(tmp_path: Path) -> None:
+    model = nn.Linear(8, 8)
+
+    def batch() -> torch.Tensor:
+        return torch.ones(64, 8) * 2.0  # 2 KiB that live
+
+    with hetero.profile(model, tmp_path) as run:
+        kept = batch()
+        model(kept).sum().backward()
+    measured = measure(run.load())
+    (peak,) = measured.peaks.values()
+
+    found = {share.where: share for share in peak.shares if share.where}
+    (made,) = (share for where, share in found.items() if " batch < " in where)
+    assert made.category == "other" and made.n_bytes >= kept.nbytes
+    assert "test_plain.py:" in made.where and not made.module
+    assert sum(share.n_bytes for share in peak.shares) == peak.n_bytes
+    leaf = next(leaf for leaf in leaves_of(measured, peak) if leaf.label == made.where)
+    assert leaf.size == made.n_bytes

@@ -24,6 +24,7 @@ from hetero.rehearse.plan import Plan, plan
 from hetero.report.examine import SUMMARY, examine
 from hetero.report.measure import figures
 from hetero.report.profile import profile
+from hetero.report.views import WITHOUT
 from hetero.report.words import format_rate, format_seconds
 from hetero.train.engine import setup as engine_setup
 from hetero.types import Tier, format_bytes
@@ -238,6 +239,21 @@ def test_rows_of_what_if_are_on_the_clock_of_the_plan(monkeypatch: pytest.Monkey
     assert slow["as planned"].step_seconds > 2 * one.step_seconds
     late = slow["8-bit states"].step_seconds
     assert late == pytest.approx(slow["as planned"].step_seconds, rel=0.5)
+
+
+def test_what_rows_lack_is_measured_by_the_budget_that_the_plan_shows() -> None:
+    """A GPU's memory is not all a run's: the context of CUDA is there, too."""
+    with torch.device("meta"):
+        model = GPT(GPTConfig(width=4096, layers=12, heads=32, context=16))
+    tokens = torch.zeros(2, 16, dtype=torch.long, device="meta")
+    found = plan(model, tokens, profile="rtx4090")
+    budget = next(row.budget_bytes for row in found.tiers if row.tier == "HBM")
+    without = next(row for row in found.what_if if row.label == WITHOUT)
+
+    assert budget is not None and budget < 23 * 2**30 and not without.fits
+    assert f"HBM is {format_bytes(without.peak_bytes - budget)} short" in without.change
+    fitting = [row.peak_bytes for row in found.what_if if row.fits]
+    assert fitting and max(fitting) <= budget
 
 
 def test_a_drive_lives_as_many_steps_as_the_profile_says_on_every_surface(tmp_path: Path) -> None:
