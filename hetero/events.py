@@ -82,7 +82,7 @@ class Timed(Protocol):
 
 
 class EventLog:
-    """Keeps the last ``capacity`` events; appending costs about a microsecond.
+    """Keeps the last ``capacity`` events (None: all); appending costs about a microsecond.
 
     Args:
         clock: seconds; virtual if time is modelled.
@@ -102,7 +102,7 @@ class EventLog:
     )
 
     def __init__(
-        self, clock: Callable[[], float] = time.monotonic, capacity: int = CAPACITY
+        self, clock: Callable[[], float] = time.monotonic, capacity: int | None = CAPACITY
     ) -> None:
         self._ring: deque[Any] = deque(maxlen=capacity)
         self._count = itertools.count()

@@ -169,7 +169,7 @@ def set_up(
     check_device(device, comm)
     comm.open_gathers(device)
     budgets = {Tier.HBM: budget.hbm, Tier.HOST: config.host, Tier.NVME: config.nvme_bytes}
-    log = EventLog(device.clock)
+    log = EventLog(device.clock, tuning.n_events)
     ledger = Ledger(budgets, log)
     store = open_store(budget, config, device, tuning, ledger, log, comm)
     store.places.on_hbm.update(homes.bucket for homes in budget.on_hbm)

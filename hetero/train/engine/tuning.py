@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from hetero.device import Device
+from hetero.events import CAPACITY
 from hetero.io import IO
 from hetero.jobs import Slice, Worker
 from hetero.memory.pool import Pool, open_pool
@@ -47,6 +48,8 @@ class Tuning:
     """The door to the files of the NVME tier; tests make it fail."""
     open_pool: Callable[..., Pool] = open_pool
     """Opens the pool that keeps homes on disk."""
+    n_events: int | None = CAPACITY
+    """Events that the log keeps until they are drained; None: all."""
     io_threads: int | None = None
     """Threads that read and write the NVME tier; None: chosen by measuring the drive."""
     checked: bool = True
