@@ -15,8 +15,11 @@ from functools import partial
 from itertools import product
 from typing import Any
 
-from hetero.errors import HeteroError
-from hetero.rehearse.plan import Plan, plan
+from hetero.config import Config
+from hetero.errors import BudgetError, HeteroError
+from hetero.rehearse.models import describe
+from hetero.rehearse.plan import Fitted, Plan, drawn, machine, overflows, plan, scene_of
+from hetero.rehearse.rehearsal import rehearse
 
 SEQUENCE = 4096
 TOKENS = (4096, 16384, 65536, 163840)
@@ -79,8 +82,8 @@ def row(model: str, machine: str, tokens: int, settings: Mapping[str, Any]) -> R
         del given["micro_batch"]
     with tempfile.TemporaryDirectory() as disk:
         try:
-            found = plan(MODELS[model], (samples, SEQUENCE), estimates=False, **given)
-            if not found.fits:
+            found = within(model, samples, given)
+            if found is None:
                 again = {**given, "nvme": disk}
                 found = plan(MODELS[model], (samples, SEQUENCE), estimates=False, **again)
         except HeteroError as error:
@@ -101,6 +104,22 @@ def row(model: str, machine: str, tokens: int, settings: Mapping[str, Any]) -> R
         host_gib=peaks.get("HOST", 0.0),
         disk_gib=peaks.get("NVME", 0.0),
     )
+
+
+def within(model: str, samples: int, given: Mapping[str, Any]) -> Plan | None:
+    """Return the plan of a step that its budgets hold; None, if they do not, without a search for
+    larger ones."""
+    known, described = Config.load(None, **given), describe(MODELS[model], (samples, SEQUENCE))
+    scene = scene_of(described, None, None, known, machine(known))
+    try:
+        found = rehearse(scene)
+    except BudgetError:
+        return None
+    if found.error is not None:
+        return None
+    if overflows(scene, found):
+        return plan(MODELS[model], (samples, SEQUENCE), estimates=False, **given)
+    return drawn(scene, described, Fitted(found, known, ()), estimates=False)
 
 
 def lanes(found: Plan) -> dict[str, float]:
@@ -134,8 +153,8 @@ def main() -> None:
     parser.add_argument("--updates", default="step")
     given = parser.parse_args()
     rows = []
-    for machine, model, tokens in product(given.machines, given.models, given.tokens):
-        rows.append(row(model, machine, tokens, {"updates": given.updates}))
+    for place, model, tokens in product(given.machines, given.models, given.tokens):
+        rows.append(row(model, place, tokens, {"updates": given.updates}))
         print(json.dumps(asdict(rows[-1])), flush=True)
     print("\n".join(table(rows)))
 

@@ -28,7 +28,7 @@ class Extent:
 
     __slots__ = (
         *("blank", "error", "id", "mapping", "n_bytes", "page", "pins", "slot", "stored"),
-        *("used_at", "view"),
+        *("turn", "used_at", "view"),
     )
 
     def __init__(
@@ -44,6 +44,7 @@ class Extent:
         self.blank = False  # whether a FRESH pin has not finished writing it
         self.pins = 0
         self.used_at = 0
+        self.turn = 0  # of its last use, among those in memory
         self.error: BaseException | None = None
 
 

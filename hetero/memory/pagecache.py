@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import mmap
 from collections import OrderedDict, deque
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container
+from functools import partial
 
 from hetero.device import POISON
 from hetero.io import align_up
 from hetero.memory.chunk import CopyTable
 from hetero.memory.extent import Extent, PinUse, Request
+from hetero.memory.leaving import Leaving
 from hetero.types import CopyState, Tier
 
 AHEAD_SHARE = 3  # 1/3 of the pool may hold extents read ahead
@@ -23,12 +25,14 @@ ABSENT, FILLING, CLEAN, DIRTY, FLUSHING = CopyState
 
 
 class Window:
-    """Announced requests, and the extents kept in memory for the first of them."""
+    """Announced requests, and the extents kept in memory for the first of them; ``on_release`` is
+    told of each that is kept no more."""
 
-    __slots__ = ("_kept", "kept_bytes", "n_bytes", "requests")
+    __slots__ = ("_kept", "_on_release", "kept_bytes", "n_bytes", "requests")
 
-    def __init__(self, n_bytes: int) -> None:
+    def __init__(self, n_bytes: int, on_release: Callable[[Extent], None]) -> None:
         self.n_bytes = n_bytes
+        self._on_release = on_release
         self.requests: deque[Request] = deque()
         self.kept_bytes = 0
         self._kept: OrderedDict[Extent, int] = OrderedDict()  # since when
@@ -45,6 +49,7 @@ class Window:
     def let_go(self, extent: Extent) -> None:
         if self._kept.pop(extent, None) is not None:
             self.kept_bytes -= extent.n_bytes
+            self._on_release(extent)
 
     def let_go_before(self, then: int) -> None:
         """Stop keeping extents that no pin has used for too long."""
@@ -71,10 +76,12 @@ class PageCache:
         self.table = CopyTable(0, home=Tier.NVME, what="extent")
         self.peak = 0
         self.bytes = dict.fromkeys(CopyState, 0)  # of the extents in each state
-        self.resident: OrderedDict[Extent, None] = OrderedDict()  # least recently used first
+        self.resident: set[Extent] = set()
         self.clock = 0  # counts pins, and bytes brought in
-        self.window = Window(n_bytes // AHEAD_SHARE)
-        self.later = Window(n_bytes // AHEAD_SHARE)
+        self.window = Window(n_bytes // AHEAD_SHARE, self._list)
+        self.later = Window(n_bytes // AHEAD_SHARE, self._list)
+        self._turn = 0  # of the most recent use
+        self._leaving = {s: Leaving(partial(self._is_loose, s)) for s in (CLEAN, DIRTY)}
 
     def add(self, n_bytes: int) -> int:
         """Add an extent that is only on disk; returns its number."""
@@ -99,11 +106,20 @@ class PageCache:
         self.table.transition(extent.id, Tier.HOST, state, why)
         self.bytes[old] -= extent.n_bytes
         self.bytes[state] += extent.n_bytes
+        self._list(extent)
+
+    def touch(self, extent: Extent) -> None:
+        """Make an extent that is in memory the most recently used."""
+        if extent in self.resident:
+            self._turn += 1
+            extent.turn = self._turn
+            self._list(extent)
 
     def enter(self, extent: Extent, use: PinUse) -> bool:
         """Give an extent memory; returns whether its content has to be read."""
         self.move(extent, FILLING, "fetch")
-        self.resident[extent] = None
+        self.resident.add(extent)
+        self.touch(extent)
         self.peak = max(self.peak, self.used)
         self.clock += extent.n_bytes
         extent.error = None
@@ -118,7 +134,7 @@ class PageCache:
     def leave(self, extent: Extent, why: str) -> None:
         """Take an extent's memory back."""
         self.move(extent, ABSENT, why)
-        del self.resident[extent]
+        self.resident.remove(extent)
         self.let_go(extent)
         extent.blank = False
         if self.checked:  # a read without a pin shows NaN
@@ -139,23 +155,23 @@ class PageCache:
     def loose(self, state: CopyState, keep: Container[Extent], n_bytes: int) -> list[Extent]:
         """Return extents in a state, least recently used first, of ``n_bytes`` in total, or all.
         None of them is pinned, kept, or in ``keep``."""
-        found = []
-        for extent in self._unheld(state, keep) if n_bytes > 0 else ():
-            found.append(extent)
-            n_bytes -= extent.n_bytes
-            if n_bytes <= 0:
-                break
-        return found
+        return self._leaving[state].first(n_bytes, keep)
 
-    def _unheld(self, state: CopyState, keep: Container[Extent]) -> Iterator[Extent]:
-        for extent in self.resident:
-            held = extent.pins or extent in keep or self.is_kept(extent)
-            if self.state(extent) is state and not held:
-                yield extent
+    def _is_loose(self, state: CopyState, extent: Extent) -> bool:
+        held = extent.pins or self.is_kept(extent)
+        return not held and self.state(extent) is state
+
+    def _list(self, extent: Extent) -> None:
+        """Let an extent that nothing holds leave, when its turn comes."""
+        leaving = self._leaving.get(self.state(extent))
+        if leaving is not None and not extent.pins and not self.is_kept(extent):
+            leaving.add(extent)
 
     def evict(self, n_bytes: int, keep: Container[Extent]) -> bool:
         """Evict clean extents until ``n_bytes`` are free; if that cannot be, evict none."""
         short = n_bytes - (self.n_bytes - self.used)
+        if short <= 0:
+            return True
         leaving = self.loose(CLEAN, keep, short)
         if sum(extent.n_bytes for extent in leaving) < short:
             return False

@@ -266,8 +266,7 @@ class Pool:
         self._holders += Counter()  # drop threads that hold nothing
         for extent in request.needs:
             extent.pins -= 1
-            if extent in self.cache.resident:
-                self.cache.resident.move_to_end(extent)
+            self.cache.touch(extent)
             if extent.blank and not extent.pins:
                 self.cache.leave(extent, "discard")  # not fully written: keep the old content
         self._pump()
@@ -379,7 +378,7 @@ class Pool:
             else:
                 self._failures, self._failure = self._failures + 1, error
                 self.cache.move(extent, DIRTY, "fail")
-                self.cache.resident.move_to_end(extent)  # try others first
+                self.cache.touch(extent)  # try others first
             self._in_flight -= 1
             if error is None or lane is Lane.READ:  # else a full disk would be tried for ever
                 self._pump()

@@ -153,7 +153,7 @@ def rehearse(scene: Scene) -> Rehearsal:
         depth=scene.depth,
         activation_share=scene.activation_share,
         homes_on_hbm=scene.homes_on_hbm,
-        events=None,
+        n_events=None,  # shares are of whole steps, and a step with a disk may have any number
     )
     if disk is not None:
         tuning.open_pool = partial(open_dry_pool, disk)

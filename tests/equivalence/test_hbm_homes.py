@@ -110,6 +110,18 @@ def test_homes_go_down_before_a_larger_batch_and_come_back() -> None:
     assert seen[3] > seen[4] and len(run.on_hbm) > seen[4]
 
 
+def test_ram_that_homes_left_for_hbm_is_kept_for_their_way_back() -> None:
+    """Activations that went down there would keep them up, where a step's activations grow."""
+    run = sim_run(SOME, host=16 * UNITS * UNIT * 4)
+    six_steps(run)
+    setup = run.engine.setup
+    free = setup.ledger.free(Tier.HOST)
+    above = sum(setup.store.bytes_of(bucket) for bucket in run.on_hbm)
+
+    assert free is not None and 0 < above <= free
+    assert setup.offload.store.room_bytes() <= free - above
+
+
 def test_a_state_that_is_read_and_written_between_steps_counts() -> None:
     def train(run: Run) -> None:
         params = list(run.model.parameters())

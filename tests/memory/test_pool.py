@@ -1356,6 +1356,21 @@ class PoolMachine(RuleBasedStateMachine):
         assert pool._n_waiting == 0 and sum(pool._holders.values()) == len(self.held)
 
     @invariant()
+    def what_may_leave_is_what_nothing_holds(self) -> None:
+        if not hasattr(self, "pool"):
+            return
+        cache = self.pool.cache
+        for each in (CLEAN, DIRTY):
+            loose = {
+                extent
+                for extent in cache.resident
+                if state(self.pool, extent) is each
+                and not (extent.pins or extent in cache.window or extent in cache.later)
+            }
+            order = sorted(loose, key=lambda extent: extent.turn)
+            assert cache.loose(each, (), 2**60) == order
+
+    @invariant()
     def one_copy_has_the_content(self) -> None:
         if not hasattr(self, "pool"):
             return

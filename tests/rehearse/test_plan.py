@@ -14,10 +14,12 @@ from torch import nn
 
 import hetero
 from hetero.errors import ConfigError, StateError
+from hetero.events import EventLog
 from hetero.plan.hardware import find
 from hetero.recipes.gpt import GPT, GPTConfig
 from hetero.rehearse.plan import Plan, plan, scalar_of
 from hetero.train.activations.meter import LiveBytes
+from hetero.train.engine import setup
 
 CPU, GPU = "laptop-4c-avx2-ddr4", "rtx4090"
 TOKENS = torch.zeros(2, 16, dtype=torch.long)
@@ -56,6 +58,17 @@ def test_a_module_and_a_batch_are_planned_on_a_machine_without_running_them() ->
     assert 0 < tier(found, "HBM").peak_bytes <= HBM
     assert found.step_seconds > 0
     assert found.bottleneck in {name.removesuffix("_seconds") for name in found.shares}
+    assert sum(found.shares.values()) == pytest.approx(found.step_seconds, rel=0.05)
+
+
+def test_shares_are_of_whole_steps_however_many_events_a_step_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A step of 70 B with a disk has more of them than the ring of a run keeps."""
+    monkeypatch.setattr(setup, "EventLog", lambda clock, n: EventLog(clock, n and 50))
+    found = planned()
+
+    assert found.rehearsal.run.dropped == 0
     assert sum(found.shares.values()) == pytest.approx(found.step_seconds, rel=0.05)
 
 

@@ -31,7 +31,6 @@ from hetero.train.engine.blueprint import Blueprint
 from hetero.train.engine.budget import Budget, decide
 from hetero.train.engine.check import pages
 from hetero.train.engine.handover import Handover
-from hetero.train.engine.hbm_homes import bytes_of, total_bytes
 from hetero.train.engine.snapshot import Saver
 from hetero.train.engine.tuning import Tuning
 from hetero.train.model.parts import Parts, PlainTensors
@@ -172,7 +171,7 @@ def set_up(
     check_device(device, comm)
     comm.open_gathers(device)
     budgets = {Tier.HBM: budget.hbm, Tier.HOST: config.host, Tier.NVME: config.nvme_bytes}
-    log = EventLog(device.clock, tuning.events)
+    log = EventLog(device.clock, tuning.n_events)
     ledger = Ledger(budgets, log)
     store = open_store(budget, config, device, tuning, ledger, log, comm)
     store.places.on_hbm.update(homes.bucket for homes in budget.on_hbm)
@@ -274,19 +273,15 @@ def free_ram(device: Device, comm: Comm) -> int:
 def unclaimed(budget: Budget, ledger: Ledger, store: HomeStore) -> Callable[[Tier], int]:
     """Return a function of HOST or NVME: the bytes that homes will take there and have not yet.
 
-    Those of a paged model that lie on HBM are not to come. It refers to no module: [Note: out of
+    Homes that moved up to HBM are among them: they come down before activations grow, and would not
+    fit if activations of the step before had their place. It refers to no module: [Note: out of
     gc's sight].
     """
-    host, on_hbm = store.tier, store.places.on_hbm
-    sizes = {b.id: bytes_of(budget.plan, b, sums=False) for b in budget.plan.layout.buckets}
-    on_host = budget.host_bytes + total_bytes(budget.on_hbm)
-    whole = {Tier.HOST: on_host, Tier.NVME: budget.disk_bytes}
+    host, whole = store.tier, {Tier.HOST: budget.host_bytes, Tier.NVME: budget.disk_bytes}
 
     def to_come(below: Tier) -> int:
         tier = host if below is Tier.HOST else below
         taken = ledger.used(tier) - ledger.used(tier, Kind.ACTIVATION)
-        if below is Tier.HOST:
-            taken += sum(sizes[bucket] for bucket in on_hbm)
         return max(0, whole[below] - taken)
 
     return to_come

@@ -48,12 +48,12 @@ class Tuning:
     """The door to the files of the NVME tier; tests make it fail."""
     open_pool: Callable[..., Pool] = open_pool
     """Opens the pool that keeps homes on disk."""
+    n_events: int | None = CAPACITY
+    """Events that the log keeps until they are drained; None: all."""
     io_threads: int | None = None
     """Threads that read and write the NVME tier; None: chosen by measuring the drive."""
     checked: bool = True
     """Whether bytes on disk are checksummed (benchmarks measure the cost)."""
-    events: int | None = CAPACITY
-    """The log keeps so many until they are read; None: all, as a plan does."""
 
     def may_rise(self, device: Device) -> bool:
         """Whether homes of a paged model may be on HBM."""
