@@ -65,7 +65,8 @@ class Entries:
         self._undo: list[Callable[[], None]] = []
 
     def install(self) -> None:
-        """Begin to tell."""
+        """Begin to tell, perhaps again."""
+        self._busy = False
         for replacement in self._replaced:
             replacement.install()
             self._undo.append(replacement.uninstall)
