@@ -136,7 +136,7 @@ def test_a_paged_model_tells_why_its_first_steps_are_slow_and_what_changes(
 ) -> None:
     caplog.set_level(logging.INFO, "hetero")
     model = net(128)
-    settings = {"hbm": "400KiB", "host": "800KiB", "nvme": tmp_path, "chunk_bytes": 4096}
+    settings = {"hbm": "400KiB", "host": "1000KiB", "nvme": tmp_path, "chunk_bytes": 4096}
     plain = torch.optim.AdamW(model.parameters())
     model, optimizer = hetero.prepare(model, plain, device="cpu:sim", **settings)
     train(model, optimizer)
@@ -146,7 +146,7 @@ def test_a_paged_model_tells_why_its_first_steps_are_slow_and_what_changes(
     hetero.release(model, optimizer)
 
     assert first.startswith("Sequential with 99,072 parameters is prepared on cpu:sim: paged")
-    assert "400 KiB of HBM and 800 KiB of HOST" in first
+    assert "400 KiB of HBM and 1000 KiB of HOST" in first
     assert "first two steps are slow: the first runs with the fewest frames" in slow
     assert "homes on disk" in spilled and str(tmp_path) in spilled
     assert later and all("activations after step" in line for line in later)
