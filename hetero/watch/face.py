@@ -12,6 +12,7 @@ from typing import Any
 
 from hetero.config import Config, Settings
 from hetero.device import allocated, fragments
+from hetero.parallel.launch import launch_rank
 from hetero.watch.observer import Observer, is_shortage
 from hetero.watch.page import write
 from hetero.watch.proposal import Machine, Proposal, propose
@@ -153,7 +154,8 @@ def watch(
     enters the block is followed.
 
     Args:
-        path: of the page, an HTML file that needs no network.
+        path: of the page, an HTML file that needs no network; ranks that a launcher started, but
+            the first, add their number to its name.
         program: its name on the page; None: the script's.
         config: as for `hetero.prepare`: where the rehearsal begins; ``settings`` go on top.
         settings: as ``hbm="20GiB"``; ``profile`` names the machine. None: budgets of what the
@@ -171,4 +173,7 @@ def watch(
         'ended'
     """
     name = program or os.path.basename(sys.argv[0]) or "the program"
-    return Watch(Path(path), Config.load(config, **settings), name)
+    page, rank = Path(path), launch_rank()
+    if rank:  # the first rank's has the name as given
+        page = page.with_stem(f"{page.stem}-rank{rank}")
+    return Watch(page, Config.load(config, **settings), name)

@@ -17,7 +17,7 @@ from hetero.types import Kind
 from hetero.watch.owners import storage_of
 from hetero.watch.picture import Part, Picture, Use, picture
 from hetero.watch.program import Program, bytes_of
-from hetero.watch.sampler import Sampler, is_due
+from hetero.watch.sampler import Sampler, is_due, may_grow
 from hetero.watch.stacks import Line, lines_of
 from hetero.watch.steps import Steps
 
@@ -112,7 +112,8 @@ class Observer:
         n_bytes = bytes_of((args, kwargs))
         is_larger = entry.called(n_bytes, args, kwargs)
         turn = self.steps.count if self.program.optimizers else self._forwards
-        begins = entry.may_be_sampled and (is_larger or is_due(turn))
+        grows = is_larger and may_grow(turn, self.sampler.n_samples)
+        begins = entry.may_be_sampled and (grows or is_due(turn))
         if begins:
             self.place = self.program.place()
         self.sampler.forward(self.steps.count, begins=begins)

@@ -13,6 +13,7 @@ from hetero.watch.stacks import Stacks
 
 FIRST_AGAIN = 16  # turns sampled after the first two: this one, and each twice as late
 LONGEST = 16  # forwards of a sample, where no optimizer's step ends it
+SPARE = 16  # samples of larger batches at any time, and one more in so many steps
 
 
 def is_due(turn: int) -> bool:
@@ -21,6 +22,11 @@ def is_due(turn: int) -> bool:
     The first makes the states, the second has them; later ones show what grows.
     """
     return turn < 2 or (turn >= FIRST_AGAIN and turn & (turn - 1) == 0)
+
+
+def may_grow(turn: int, n_samples: int) -> bool:
+    """Whether another larger batch may be sampled: where each is larger, not all are."""
+    return n_samples < SPARE + turn // SPARE
 
 
 class Sampler:

@@ -306,6 +306,47 @@ def test_a_larger_batch_is_seen_and_equal_ones_are_not(page: Path, unrehearsed: 
     assert [n for n in range(200) if is_due(n)] == [0, 1, 16, 32, 64, 128]
 
 
+def test_a_program_whose_modules_are_always_new_is_not_always_sampled(
+    page: Path, unrehearsed: None
+) -> None:
+    with hetero.watch(page) as watched:
+        for n in range(300):
+            model = nn.Linear(2, 2)
+            model(torch.ones(1 + n, 2)).sum().backward()
+            torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+    assert 16 <= seen(watched).n_samples <= 16 + 300 // 16 + 8
+    assert seen(watched).why_off == ""
+
+
+@pytest.mark.slow
+def test_compiled_code_stays_whole_and_has_no_samples(page: Path, unrehearsed: None) -> None:
+    def results(model: nn.Module) -> list[torch.Tensor]:
+        whole = torch.compile(model, backend="eager", fullgraph=True)
+        whole(torch.ones(4, 16)).sum().backward()
+        return [p.grad for p in model.parameters()]
+
+    torch.manual_seed(1)
+    plain = results(Net().eval())
+    torch._dynamo.reset()
+    torch.manual_seed(1)
+    with hetero.watch(page) as watched:
+        ours = results(Net().eval())
+
+    assert all(torch.equal(a, b) for a, b in zip(plain, ours, strict=True))
+    assert seen(watched).n_samples == 0 and seen(watched).why_off == ""
+    assert "its code is" in page.read_text()
+
+
+def test_each_rank_has_a_page_of_its_own(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("RANK", "2"), ("WORLD_SIZE", "4")):
+        monkeypatch.setenv(name, value)
+    with hetero.watch(page):
+        pass
+
+    assert page.with_name("page-rank2.html").exists() and not page.exists()
+
+
 def test_passes_of_one_step_are_one_step(page: Path, unrehearsed: None) -> None:
     model = Net()
     first = torch.optim.SGD(model.blocks.parameters(), lr=0.1)
