@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -37,6 +38,7 @@ class Watch:
         """After the block."""
         self._config = config
         self._program = program
+        self._pid = os.getpid()
         self._observer = Observer()
         self._signals = Terminations(self._terminated)
         self._began = time.monotonic()
@@ -58,31 +60,35 @@ class Watch:
         ending, said = ending_of(error)
         if self._signals.received and ending is not Ending.SHORT:
             ending, said = Ending.SIGNAL, self._signals.received
-        self._finish(ending, said, () if error is None else lines_of(error), PATIENCE)
+        self._finish(ending, said, () if error is None else lines_of(error))
 
     def _terminated(self, name: str) -> None:
-        self._finish(Ending.SIGNAL, name, present(), HURRY)
+        self._finish(Ending.SIGNAL, name, present())
 
-    def _finish(self, ending: Ending, said: str, stack: tuple[Line, ...], patience: float) -> None:
-        """Stop to follow the program, and write its page; an error here ends nothing."""
+    def _finish(self, ending: Ending, said: str, stack: tuple[Line, ...]) -> None:
+        """Stop to follow the program, and tell of it; an error here ends nothing."""
         try:
-            report = self._seen(ending, said, stack)
+            self.report = self._seen(ending, said, stack)
         except Exception as error:
             tell(BROKEN.format(type(error).__name__, error))
-            return
         finally:
             self._observer.remove()
             self._signals.remove()
+        if self.report is None or os.getpid() != self._pid:  # a fork's end is not the program's
+            return
         try:
-            if ending is Ending.SIGNAL:
-                write(report, self.path)  # before the sender loses patience
-            report = replace(report, proposal=self._proposal(report, patience))
-            write(report, self.path)
+            self._write(self.report)
         except Exception as error:
             tell(BROKEN.format(type(error).__name__, error))
-        self.report = report
-        for line in lines(report, str(self.path)):
+        for line in lines(self.report, str(self.path)):
             tell(line)
+
+    def _write(self, report: Report) -> None:
+        if report.ending is Ending.SIGNAL:
+            write(report, self.path)  # before the sender loses patience
+        patience = HURRY if report.ending is Ending.SIGNAL else PATIENCE
+        self.report = replace(report, proposal=self._proposal(report, patience))
+        write(self.report, self.path)
 
     def _seen(self, ending: Ending, said: str, stack: tuple[Line, ...]) -> Report:
         observer = self._observer
@@ -131,7 +137,9 @@ def ending_of(error: BaseException | None) -> tuple[Ending, str]:
 
 
 def tell(line: str) -> None:
-    print(line, file=sys.stderr)
+    """Print a line for people, if there is still where to."""
+    with suppress(OSError, ValueError):
+        print(line, file=sys.stderr)
 
 
 def watch(

@@ -114,7 +114,7 @@ class Observer:
         turn = self.steps.count if self.program.optimizers else self._forwards
         grows = is_larger and may_grow(turn, self.sampler.n_samples)
         begins = entry.may_be_sampled and (grows or is_due(turn))
-        if begins:
+        if is_larger:
             self.place = self.program.place()
         self.sampler.forward(self.steps.count, begins=begins)
         self.steps.computes = True

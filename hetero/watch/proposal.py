@@ -49,7 +49,8 @@ def propose(
     """Rehearse the main model of a program, for at most so long.
 
     It runs in a thread of its own: modes, hooks and autocast of the program's thread, which may be
-    anywhere, are not those of another one. Generators are left as they were.
+    anywhere, are not those of another one. Generators are left as they were. A thread that takes
+    longer is waited for by the interpreter: ended inside of torch, it would abort the process.
     """
     if short is not None and short.tier:
         return of_budget(short)
@@ -61,7 +62,7 @@ def propose(
     made: list[Proposal] = []
     state = torch.get_rng_state()
     thread = threading.Thread(
-        target=lambda: made.append(rehearsed(subject, settings)), name="hetero-watch", daemon=True
+        target=lambda: made.append(rehearsed(subject, settings)), name="hetero-watch"
     )
     thread.start()
     thread.join(seconds)

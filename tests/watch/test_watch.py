@@ -539,6 +539,20 @@ def test_a_forked_worker_that_is_ended_writes_no_page(page: Path) -> None:
     assert page.exists()
 
 
+def test_a_fork_that_goes_on_to_the_end_writes_no_page(page: Path) -> None:
+    def program() -> None:
+        with hetero.watch(page):
+            pid = os.fork()
+            if pid:  # the parent ends its block after the child has ended its own
+                assert os.waitpid(pid, 0)[1] == 0
+                assert not page.exists()
+        if pid == 0:
+            os._exit(0)
+
+    assert in_a_fork(program) == 0
+    assert page.exists()
+
+
 def test_a_handler_of_the_programs_is_called_and_comes_back(page: Path) -> None:
     asked: list[int] = []
 
