@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +22,8 @@ from hetero.watch.program import Program, Subject
 NO_MODEL = "the program called no module with parameters"
 NO_TRAINING = "the program called its model without gradients alone; hetero.plan plans training"
 NO_BATCH = "the arguments of its model have no copy without bytes"
+SETTINGS = tuple(f.name for f in fields(Config) if f.name not in ("weights", "mesh"))
+PLACED = {"device", "hbm", "host", "profile"}  # any of these says where the rehearsal begins
 DRIVE = "hetero-states"  # directory that a proposal names for what RAM does not hold
 
 
@@ -85,22 +87,20 @@ def settings_for(had: Machine, config: Config) -> dict[str, Any]:
     A rehearsal raises a budget that is too small. On a CPU it begins with half of what the program
     held, and a drive for the rest.
     """
-    given = {name: value for name in SETTINGS if (value := getattr(config, name)) is not None}
-    given = {name: value for name, value in given.items() if value != getattr(Config(), name)}
+    plain = Config()
+    values = ((name, getattr(config, name)) for name in SETTINGS)
+    given = {name: value for name, value in values if value != getattr(plain, name)}
     if had.place.type == "cuda":
         given.setdefault("device", "cuda")
         room = had.fragments.free_bytes + had.fragments.reserved_bytes if had.fragments else None
         if room:
             given.setdefault("hbm", room)
         given.setdefault("host", host_limit().n_bytes)
-    elif not given.keys() & {"device", "hbm", "host"}:
+    elif not given.keys() & PLACED:
         given.update(device="cpu", host=max(had.most_bytes // 2, 1))
         given.setdefault("nvme", (DRIVE,))
     given.setdefault("profile", profile_of(had.place))
     return given
-
-
-SETTINGS = tuple(name for name in Config.__dataclass_fields__ if name not in ("weights", "mesh"))
 
 
 def profile_of(place: torch.device) -> str:

@@ -29,7 +29,7 @@ import hetero
 from hetero.cli import main
 from hetero.device import process
 from hetero.train.activations.meter import LiveBytes
-from hetero.watch import face
+from hetero.watch import face, proposal
 from hetero.watch.face import Watch
 from hetero.watch.observer import Observer
 from hetero.watch.picture import Use
@@ -611,6 +611,25 @@ def test_a_model_that_the_program_dropped_is_rehearsed(page: Path) -> None:
         train(Net(), steps=2)
 
     assert seen(watched).proposal.line
+
+
+def test_on_cuda_a_rehearsal_begins_with_what_the_program_had(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(proposal, "accelerator_name", lambda: "NVIDIA GeForce RTX 4090")
+    cut = process.Fragments(24 * 2**30, 2**30, 21 * 2**30, 0, 0, 0, 0, 0, False)
+    had = proposal.Machine(torch.device("cuda", 0), 20 * 2**30, cut)
+    begun = proposal.settings_for(had, hetero.Config())
+
+    assert begun["profile"] == "rtx4090" and begun["device"] == "cuda"
+    assert begun["hbm"] == 22 * 2**30 and begun["host"] > 0
+    given = hetero.Config.load(hbm="8GiB", profile="h100-sxm")
+    assert proposal.settings_for(had, given)["hbm"] == 8 * 2**30
+    assert proposal.settings_for(had, given)["profile"] == "h100-sxm"
+    monkeypatch.setattr(proposal, "accelerator_name", lambda: "NVIDIA H100 80GB HBM3")
+    assert proposal.profile_of(had.place) == "h100-sxm"
+    there = proposal.settings_for(had._replace(place=torch.device("cpu")), given)
+    assert there.keys() == {"hbm", "profile"}
 
 
 def test_a_program_that_only_evaluates_has_no_proposal(page: Path) -> None:
