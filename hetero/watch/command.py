@@ -17,7 +17,7 @@ from hetero.errors import HeteroError
 from hetero.recipes.flags import DEVICE, option
 
 if TYPE_CHECKING:
-    from hetero.watch.face import Watch
+    from hetero.watch.face import WatchBlock
 
 UNUSABLE = 2
 PAGE = "hetero-watch.html"
@@ -71,7 +71,7 @@ def watch(
     sys.exit(status)
 
 
-def run(watched: Watch, script: str, args: tuple[str, ...], *, module: bool) -> int:
+def run(watched: WatchBlock, script: str, args: tuple[str, ...], *, module: bool) -> int:
     """Run a program; return the interpreter's exit status for it, after its error is printed."""
     from hetero.integrations.run import started_as
 
@@ -107,7 +107,7 @@ def from_script(whole: TracebackType | None) -> TracebackType | None:
     return after
 
 
-def figures(watched: Watch) -> dict[str, Any]:
+def figures(watched: WatchBlock) -> dict[str, Any]:
     """Return what was seen, as plain data."""
     report = watched.report
     if report is None:

@@ -36,7 +36,7 @@ class Proposal:
     said: tuple[str, ...]
 
 
-class Machine(NamedTuple):
+class ProgramMemory(NamedTuple):
     """The memory that a program had."""
 
     place: torch.device
@@ -46,7 +46,7 @@ class Machine(NamedTuple):
 
 
 def propose(
-    program: Program, had: Machine, config: Config, short: Shortage | None, seconds: float
+    program: Program, had: ProgramMemory, config: Config, short: Shortage | None, seconds: float
 ) -> Proposal:
     """Rehearse the main model of a program, for at most so long.
 
@@ -81,7 +81,7 @@ def of_budget(short: Shortage) -> Proposal:
     return Proposal(line, (f"the model is hetero's already. {short.advice}",))
 
 
-def settings_for(had: Machine, config: Config) -> dict[str, Any]:
+def settings_for(had: ProgramMemory, config: Config) -> dict[str, Any]:
     """Return the settings to begin with: those given, and budgets of what the program had.
 
     A rehearsal raises a budget that is too small. On a CPU it begins with half of what the program

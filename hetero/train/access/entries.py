@@ -49,7 +49,7 @@ class EntryListener(Protocol):
         """An outermost module, or a backward pass, raised."""
 
 
-class Entries:
+class ProgramEntries:
     """Tells a listener where the thread that made this is."""
 
     def __init__(self, listener: EntryListener) -> None:
