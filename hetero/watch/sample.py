@@ -30,9 +30,7 @@ class SampledStorage:
 
     __slots__ = ("module", "n_bytes", "operation", "ref", "stack", "use")
 
-    def __init__(
-        self, use: MemoryUse, module: str, operation: str, stack: int, n_bytes: int
-    ) -> None:
+    def __init__(self, use: MemoryUse, module: str, operation: str, stack: int) -> None:
         self.use = use
         self.module = module
         self.operation = operation
