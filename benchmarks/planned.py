@@ -18,7 +18,8 @@ from typing import Any
 from hetero.config import Config
 from hetero.errors import BudgetError, HeteroError
 from hetero.rehearse.models import describe
-from hetero.rehearse.plan import Fitted, Plan, drawn, machine, overflows, plan, scene_of
+from hetero.rehearse.named import machine
+from hetero.rehearse.plan import Fitted, Plan, drawn, overflows, plan, scene_of
 from hetero.rehearse.rehearsal import rehearse
 
 SEQUENCE = 4096

@@ -27,6 +27,7 @@ from benchmarks import (
     ranks,
     scale,
     update,
+    watching,
 )
 from hetero.device import accelerator_name
 from hetero.errors import ConfigError
@@ -116,6 +117,7 @@ BENCHES: dict[str, Callable[[str | None], engine.Figures]] = {
     "ranks-diverge": ranks.diverge,
     "roll-call": ranks.roll_call,
     "save-ranks": ranks.save,
+    "watch-overhead": watching.watch_overhead,
 }
 
 

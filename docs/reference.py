@@ -232,8 +232,12 @@ def member_form(node: ast.FunctionDef) -> str:
 
 def prose(text: str) -> str:
     """Return a docstring, or the help of a command, as Markdown: sections become lists."""
-    paragraphs = plain(inspect.cleandoc(text.replace("\b", ""))).split("\n\n")
-    return "\n\n".join(escaped(section(paragraph)) for paragraph in paragraphs)
+    text, _, example = inspect.cleandoc(text.replace("\b", "")).partition("\nExample:\n")
+    paragraphs = plain(text.rstrip()).split("\n\n")
+    shown = [escaped(section(paragraph)) for paragraph in paragraphs]
+    if example:
+        shown.append(f"```pycon\n{inspect.cleandoc(chr(10) + example)}\n```")
+    return "\n\n".join(shown)
 
 
 def section(paragraph: str) -> str:

@@ -63,13 +63,40 @@ _LAZY = {
 }
 
 
+_EXTRA = ("enable", "from_pretrained", "trainer")  # they are built on transformers
+
+
 def __getattr__(name: str) -> Any:
     """Import torch-bound names on first use, so that ``hetero --help`` does not load torch."""
     import importlib
 
-    if name in _LAZY:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'hetero' has no attribute {name!r}")
+    try:
         return getattr(importlib.import_module(_LAZY[name]), name)
-    raise AttributeError(f"module 'hetero' has no attribute {name!r}")
+    except ModuleNotFoundError as error:
+        if name not in _EXTRA or str(error.name).partition(".")[0] == "hetero":
+            raise
+        return _absent(name, str(error.name))
+
+
+def _absent(name: str, library: str) -> Any:
+    """Return what stands for a name whose library is not installed: ``import *`` finds it."""
+
+    def absent(*_: Any, **__: Any) -> Any:
+        raise ConfigError(
+            f"hetero.{name} needs {library}, which is not installed",
+            advice=f"pip install {library}, or install hetero with its extra hf",
+        )
+
+    absent.__name__ = absent.__qualname__ = name
+    absent.__doc__ = f"Raise ConfigError: {library} is not installed."
+    return absent
+
+
+def __dir__() -> list[str]:
+    """Return the public names, of which most are imported on first use."""
+    return sorted({*globals(), *__all__})
 
 
 class _Face(ModuleType):

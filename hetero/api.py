@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from html import escape
+from typing import Any, TypeVar, overload
 
 import torch
 from torch import nn
@@ -38,7 +39,19 @@ from hetero.train.model.graph import leaves_of
 from hetero.train.model.units import MARK
 from hetero.train.update.device_kernel import conditions
 from hetero.train.update.optimizer import Optimizer, unwrapped
-from hetero.types import Kind, Lane, Tier
+from hetero.types import Kind, Lane, Tier, format_bytes
+
+M = TypeVar("M", bound=nn.Module)
+
+
+@overload
+def prepare(
+    model: M, optimizer: torch.optim.Optimizer, *, config: Settings = None, **settings: Any
+) -> tuple[M, Optimizer]: ...
+
+
+@overload
+def prepare(model: M, optimizer: None = None, *, config: Settings = None, **settings: Any) -> M: ...
 
 
 def prepare(
@@ -66,6 +79,16 @@ def prepare(
         BudgetError: the budgets cannot hold the states; it names the smallest that can. The need of
             activations is known when the first step ends.
         StateError: the model or the optimizer is prepared already.
+
+    Example:
+        >>> import torch, hetero
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.Linear(256, 64))
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> model, optimizer = hetero.prepare(model, optimizer, device="cpu:sim", hbm="400KiB")
+        >>> model(torch.ones(8, 64)).square().mean().backward()
+        >>> optimizer.step()
+        >>> hetero.status(model).steps
+        1
     """
     return prepare_tuned(model, optimizer, Config.load(config, **settings), None)
 
@@ -144,6 +167,13 @@ def backward(loss: torch.Tensor) -> None:
     Otherwise the same as ``loss.backward()``. The scale is that of the prepared model whose
     parameters the loss depends on; visible gradients are always unscaled. Raises StateError if the
     loss also depends on parameters outside the models of precision="fp16".
+
+    Example:
+        >>> import torch, hetero
+        >>> model = torch.nn.Linear(4, 1)
+        >>> hetero.backward(model(torch.ones(2, 4)).sum())
+        >>> model.bias.grad.item()
+        2.0
     """
     if loss.numel() != 1 or not loss.requires_grad:
         raise StateError(
@@ -183,6 +213,13 @@ def no_sync(model: nn.Module) -> AbstractContextManager[None]:
     On each rank torch adds them up on the device, in the parameters' dtype, as under DDP's
     ``no_sync``; the next pass outside exchanges the sums. That is another order of additions than
     that of passes which all exchange. On one rank, and for whole models, it changes nothing.
+
+    Example:
+        >>> import torch, hetero
+        >>> model = torch.nn.Linear(4, 1)
+        >>> model, optimizer = hetero.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        >>> with hetero.no_sync(model):
+        ...     model(torch.ones(2, 4)).sum().backward()
     """
     return engine_of(model).no_sync()
 
@@ -197,6 +234,15 @@ def gathered(
         write: in-place writes go home on exit; without it a write is undone and a StateError.
 
     Raises BudgetError if they do not fit the device at once: gather fewer.
+
+    Example:
+        >>> import torch, hetero
+        >>> model = torch.nn.Linear(4, 1, bias=False)
+        >>> model = hetero.prepare(model, device="cpu:sim", hbm="64KiB")
+        >>> with hetero.gathered(model, write=True):
+        ...     _ = model.weight.data.fill_(2.0)
+        >>> model(torch.ones(1, 4)).item()
+        8.0
     """
     if isinstance(what, nn.Module):
         engine = what.__dict__.get(MARK)
@@ -241,6 +287,13 @@ def empty_init() -> AbstractContextManager[None]:
 
     ``nn.Module.register_parameter`` is replaced inside the block, for the thread that entered it:
     others build as ever. Blocks nest.
+
+    Example:
+        >>> import torch, hetero
+        >>> with hetero.empty_init():
+        ...     model = torch.nn.Linear(100_000, 100_000)
+        >>> model.weight.device.type, model.weight.numel()
+        ('meta', 10000000000)
     """
     return empty_parameters()
 
@@ -288,6 +341,42 @@ class Status:
     evictions: int
     schedule: str
 
+    def __str__(self) -> str:
+        return "\n".join((self._where(), *map(" ".join, self._rows()), self._moved()))
+
+    def _repr_html_(self) -> str:
+        """Return a table for notebooks."""
+        cells = (
+            "".join(f"<td>{escape(cell.strip())}</td>" for cell in row) for row in self._rows()
+        )
+        table = "".join(f"<tr>{row}</tr>" for row in cells)
+        return f"<p>{escape(self._where())}</p><table>{table}</table><p>{self._moved()}</p>"
+
+    def _where(self) -> str:
+        resident = sum(where == "resident" for where in self.units.values())
+        steps = f"{self.steps} step{'s' * (self.steps != 1)}"
+        units = f"{resident} of {len(self.units)} units resident"
+        return f"{self.device}, {self.mode}; {steps}; {units}"
+
+    def _rows(self) -> Iterator[tuple[str, str]]:
+        """Yield each tier with what it holds."""
+        for tier, row in self.tiers.items():
+            limit = f" of {format_bytes(row['budget'])}" if row["budget"] is not None else ""
+            kinds = [(kind.value, n) for kind in Kind if (n := row[kind.value])]
+            held = ", ".join(f"{name} {format_bytes(n)}" for name, n in kinds)
+            said = f"{format_bytes(row['used'] or 0)}{limit}, peak {format_bytes(row['peak'] or 0)}"
+            yield f"{tier:<5}", said + (f": {held}" if held else "")
+
+    def _moved(self) -> str:
+        disk = ""
+        if self.written_bytes:
+            read, wrote = format_bytes(self.read_bytes), format_bytes(self.write_bytes)
+            disk = f"; {read} read from disk, {wrote} written"
+        return (
+            f"last step: {format_bytes(self.h2d_bytes)} up, {format_bytes(self.d2h_bytes)} down,"
+            f" {self.hits} hits, {self.misses} misses, {self.evictions} evictions{disk}"
+        )
+
 
 def axes_of(engine: Engine) -> dict[str, int]:
     """Return the ranks of a model along each axis; empty for one that is alone."""
@@ -310,7 +399,17 @@ def update_place(engine: Engine) -> str:
 
 
 def status(model: nn.Module) -> Status:
-    """Return residency, bytes per tier and kind, traffic and misses of the last step."""
+    """Return residency, bytes per tier and kind, traffic and misses of the last step.
+
+    Example:
+        >>> import torch, hetero
+        >>> model = hetero.prepare(torch.nn.Linear(64, 64), device="cpu:sim", hbm="128KiB")
+        >>> print(hetero.status(model))
+        cpu:sim, paged; 0 steps; 0 of 1 units resident
+        HBM   0 B of 128 KiB, peak 0 B
+        HOST  20 KiB, peak 20 KiB: param 20 KiB
+        last step: 0 B up, 0 B down, 0 hits, 0 misses, 0 evictions
+    """
     engine = engine_of(model)
     setup, residence = engine.setup, engine.residence
     plan, stats, ledger, pool = setup.blueprint, setup.stats, setup.ledger, setup.store.pool
@@ -368,7 +467,15 @@ def division_of(budget: Budget) -> dict[str, int]:
     }
 
 
-def release(model: nn.Module, optimizer: Optimizer | None = None) -> Any:
+@overload
+def release(model: M, optimizer: None = None) -> M | tuple[M, torch.optim.Optimizer]: ...
+
+
+@overload
+def release(model: M, optimizer: torch.optim.Optimizer) -> tuple[M, torch.optim.Optimizer]: ...
+
+
+def release(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Any:
     """Turn a prepared model back into a plain one.
 
     Args:
@@ -376,6 +483,14 @@ def release(model: nn.Module, optimizer: Optimizer | None = None) -> Any:
 
     Returns ``(model, plain optimizer with its states)``, or the model if it was prepared alone.
     Raises StateError for a model that a failed load left with values of two checkpoints.
+
+    Example:
+        >>> import torch, hetero
+        >>> model = torch.nn.Linear(4, 1)
+        >>> model, optimizer = hetero.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        >>> model, optimizer = hetero.release(model, optimizer)
+        >>> type(optimizer)
+        <class 'torch.optim.sgd.SGD'>
     """
     engine = engine_of(model)
     if optimizer is not None and unwrapped(optimizer) is not engine.optimizer:

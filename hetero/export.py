@@ -53,6 +53,14 @@ def export(model: nn.Module, directory: str | Path, *, max_shard_bytes: int | st
         ConfigError: part of the state is not a plain tensor (it is named), or a config is invalid.
         StorageError: the drive is full or failed; nothing of the new export is left. Other ranks
             raise a CheckpointError that names the rank.
+
+    Example:
+        >>> import torch, hetero
+        >>> model = hetero.prepare(torch.nn.Linear(4, 1), device="cpu:sim", hbm="64KiB")
+        >>> _ = hetero.export(model, "exported")
+        >>> import safetensors.torch
+        >>> sorted(safetensors.torch.load_file("exported/model.safetensors"))
+        ['bias', 'weight']
     """
     limit_bytes = parse_bytes(max_shard_bytes, "max_shard_bytes")
     comm = company_of(model)

@@ -88,6 +88,14 @@ def load_checkpoint(
         NoCheckpoint: there is none; CheckpointCorrupt: it is damaged, and the advice names the
             newest good one; CheckpointMismatch: it is of another model, optimizer or precision, and
             nothing was changed; UnsafeCheckpoint, CheckpointTooNew, StorageError.
+
+    Example:
+        >>> import torch, hetero
+        >>> model = torch.nn.Linear(4, 1)
+        >>> model, optimizer = hetero.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        >>> _ = hetero.save_checkpoint("checkpoints", model, optimizer, {"epoch": 2})
+        >>> hetero.load_checkpoint("checkpoints", model, optimizer)
+        {'epoch': 2}
     """
     engine = engine_of(model)
     check_stages(engine)

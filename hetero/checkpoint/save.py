@@ -125,6 +125,14 @@ def save_checkpoint(
 
     Raises CheckpointError if ``step-N`` exists, DiskFull and other StorageErrors; older checkpoints
     are then unchanged. ConfigError for an ``extra`` of other types.
+
+    Example:
+        >>> import torch, hetero
+        >>> model = torch.nn.Linear(4, 1)
+        >>> model, optimizer = hetero.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        >>> save = hetero.save_checkpoint("checkpoints", model, optimizer)
+        >>> save.path.name
+        'step-0'
     """
     engine = engine_of(model)
     check_stages(engine)

@@ -74,6 +74,15 @@ def linear_cross_entropy(
             the weight's gradient if that is more.
 
     Raises ConfigError for shapes, dtypes or options that do not fit together.
+
+    Example:
+        >>> import torch, hetero
+        >>> hidden, weight = torch.randn(16, 8), torch.randn(100, 8)
+        >>> labels = torch.randint(0, 100, (16,))
+        >>> loss = hetero.linear_cross_entropy(hidden, weight, labels)
+        >>> plain = torch.nn.functional.cross_entropy(hidden @ weight.T, labels)
+        >>> torch.allclose(loss, plain)
+        True
     """
     check(hidden, weight, labels, bias)
     if reduction not in REDUCTIONS:

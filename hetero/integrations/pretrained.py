@@ -73,6 +73,14 @@ def from_pretrained(
             that cannot be honoured.
         CheckpointCorrupt: a file is missing, cut short or damaged.
         BudgetError: as `hetero.prepare`.
+
+    Example:
+        >>> import hetero, transformers
+        >>> config = transformers.GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=64)
+        >>> transformers.GPT2LMHeadModel(config).save_pretrained("small")
+        >>> model = hetero.from_pretrained("small", device="cpu:sim", hbm="1MiB")
+        >>> hetero.status(model).device
+        'cpu:sim'
     """
     given = {key: settings.pop(key) for key in set(settings) - KNOWN}
     for key, why in REFUSED.items():

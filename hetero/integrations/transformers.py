@@ -73,6 +73,12 @@ def trainer(cls: Any) -> type:
     class of hetero's is returned as it is.
 
     Raises ConfigError for a class that is no Trainer, or of a release that is not supported.
+
+    Example:
+        >>> import hetero, transformers
+        >>> HeteroTrainer = hetero.trainer(transformers.Trainer)
+        >>> issubclass(HeteroTrainer, transformers.Trainer)
+        True
     """
     check_class(cls)
     return cls if issubclass(cls, HeteroTrainer) else made(cls)
@@ -87,6 +93,13 @@ def enable(live: Any, config: Settings = None, **settings: Any) -> Any:
         settings: fields of `Config`, as ``hbm="20GiB"``.
 
     Raises ConfigError if the Trainer, its model or a setting cannot be honoured.
+
+    Example:
+        >>> import hetero, torch, transformers
+        >>> live = transformers.Trainer(torch.nn.Linear(4, 1))
+        >>> _ = hetero.enable(live, device="cpu:sim", hbm="1MiB")
+        >>> isinstance(live, hetero.trainer(transformers.Trainer))
+        True
     """
     found = trainer(type(live))
     if isinstance(live, HeteroTrainer):

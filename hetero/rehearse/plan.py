@@ -175,6 +175,13 @@ def plan(
     Raises:
         ConfigError: a setting cannot be honoured, the model or the optimizer computes by its
             numbers, or `prepare` refuses the optimizer.
+
+    Example:
+        >>> import torch, hetero
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.Linear(256, 64))
+        >>> found = hetero.plan(model, torch.ones(8, 64), profile="rtx4090", estimates=False)
+        >>> found.fits
+        True
     """
     known = Config.load(config, **settings)
     profile = machine(known)

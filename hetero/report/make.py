@@ -28,6 +28,14 @@ def report(run_or_model: Any, path: str | Path, *, other: Any = None) -> Summary
     Raises:
         ConfigError: this is no run, or it has no events.
         StorageError: the files cannot be written.
+
+    Example:
+        >>> import torch, hetero
+        >>> model = torch.nn.Linear(4, 1)
+        >>> with hetero.profile(model, "run") as run:
+        ...     model(torch.ones(2, 4)).sum().backward()
+        >>> hetero.report(run, "report.html").mode
+        'plain'
     """
     page = Path(path) / PAGE if Path(path).is_dir() else Path(path)
     made = examined(run_or_model, other)

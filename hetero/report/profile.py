@@ -101,6 +101,14 @@ def profile(
         ConfigError: for a model or an optimizer that cannot be watched.
         StateError: inside another such block.
         StorageError: the files cannot be written; a later failure is raised when the block ends.
+
+    Example:
+        >>> import torch, hetero
+        >>> model = torch.nn.Linear(4, 1)
+        >>> with hetero.profile(model, "run") as run:
+        ...     model(torch.ones(2, 4)).sum().backward()
+        >>> run.load().meta.model
+        'Linear'
     """
     with _alone(), _watching(model, optimizer) as (log, meta):
         folder = Path(directory or tempfile.mkdtemp(prefix="hetero-run-"))

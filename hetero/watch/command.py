@@ -8,6 +8,7 @@ import runpy
 import signal
 import sys
 import traceback
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -16,7 +17,7 @@ from hetero.errors import HeteroError
 from hetero.recipes.flags import DEVICE, option
 
 if TYPE_CHECKING:
-    from hetero.watch.face import Watch
+    from hetero.watch.face import WatchBlock
 
 UNUSABLE = 2
 PAGE = "hetero-watch.html"
@@ -70,7 +71,7 @@ def watch(
     sys.exit(status)
 
 
-def run(watched: Watch, script: str, args: tuple[str, ...], *, module: bool) -> int:
+def run(watched: WatchBlock, script: str, args: tuple[str, ...], *, module: bool) -> int:
     """Run a program; return the interpreter's exit status for it, after its error is printed."""
     from hetero.integrations.run import started_as
 
@@ -89,18 +90,24 @@ def run(watched: Watch, script: str, args: tuple[str, ...], *, module: bool) -> 
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except Exception as error:
-        trace = error.__traceback__
-        while trace is not None and "runpy" not in trace.tb_frame.f_code.co_filename:
-            trace = trace.tb_next
-        while trace is not None and "runpy" in trace.tb_frame.f_code.co_filename:
-            trace = trace.tb_next
-        traceback.print_exception(type(error), error, trace or error.__traceback__)
+        traceback.print_exception(type(error), error, from_script(error.__traceback__))
     else:
         return 0
     return 1
 
 
-def figures(watched: Watch) -> dict[str, Any]:
+def from_script(whole: TracebackType | None) -> TracebackType | None:
+    """Return a traceback without the frames that ran the script."""
+    runner = runpy.run_path.__code__.co_filename
+    after, trace = whole, whole
+    while trace is not None:
+        if trace.tb_frame.f_code.co_filename == runner:
+            after = trace.tb_next
+        trace = trace.tb_next
+    return after
+
+
+def figures(watched: WatchBlock) -> dict[str, Any]:
     """Return what was seen, as plain data."""
     report = watched.report
     if report is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -12,10 +13,11 @@ from typing import Any
 
 from hetero.config import Config, Settings
 from hetero.device import allocated, fragments
+from hetero.parallel.launch import launch_rank
 from hetero.watch.observer import Observer, is_shortage
 from hetero.watch.page import write
-from hetero.watch.proposal import Machine, Proposal, propose
-from hetero.watch.report import Ending, Report, lines
+from hetero.watch.proposal import ProgramMemory, Proposal, propose
+from hetero.watch.report import ProgramEnd, Report, lines
 from hetero.watch.signals import Terminations
 from hetero.watch.stacks import Line, lines_of, present
 
@@ -26,7 +28,7 @@ NOT_YET = Proposal("", ("the rehearsal was not over when this was written",))
 BROKEN = "hetero watch: no page was written: {}: {}"
 
 
-class Watch:
+class WatchBlock:
     """A ``with`` block of `watch`."""
 
     def __init__(self, path: Path, config: Config, program: str) -> None:
@@ -36,11 +38,12 @@ class Watch:
         """After the block."""
         self._config = config
         self._program = program
+        self._pid = os.getpid()
         self._observer = Observer()
         self._signals = Terminations(self._terminated)
         self._began = time.monotonic()
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> WatchBlock:
         self._began = time.monotonic()
         self._observer.install()
         self._signals.install()
@@ -55,35 +58,39 @@ class Watch:
         if error is not None:
             self._observer.failed(error)
         ending, said = ending_of(error)
-        if self._signals.received and ending is not Ending.SHORT:
-            ending, said = Ending.SIGNAL, self._signals.received
-        self._finish(ending, said, () if error is None else lines_of(error), PATIENCE)
+        if self._signals.received and ending is not ProgramEnd.SHORT:
+            ending, said = ProgramEnd.SIGNAL, self._signals.received
+        self._finish(ending, said, () if error is None else lines_of(error))
 
     def _terminated(self, name: str) -> None:
-        self._finish(Ending.SIGNAL, name, present(), HURRY)
+        self._finish(ProgramEnd.SIGNAL, name, present())
 
-    def _finish(self, ending: Ending, said: str, stack: tuple[Line, ...], patience: float) -> None:
-        """Stop to follow the program, and write its page; an error here ends nothing."""
+    def _finish(self, ending: ProgramEnd, said: str, stack: tuple[Line, ...]) -> None:
+        """Stop to follow the program, and tell of it; an error here ends nothing."""
         try:
-            report = self._seen(ending, said, stack)
+            self.report = self._seen(ending, said, stack)
         except Exception as error:
             tell(BROKEN.format(type(error).__name__, error))
-            return
         finally:
             self._observer.remove()
             self._signals.remove()
+        if self.report is None or os.getpid() != self._pid:  # a fork's end is not the program's
+            return
         try:
-            if ending is Ending.SIGNAL:
-                write(report, self.path)  # before the sender loses patience
-            report = replace(report, proposal=self._proposal(report, patience))
-            write(report, self.path)
+            self._write(self.report)
         except Exception as error:
             tell(BROKEN.format(type(error).__name__, error))
-        self.report = report
-        for line in lines(report, str(self.path)):
+        for line in lines(self.report, str(self.path)):
             tell(line)
 
-    def _seen(self, ending: Ending, said: str, stack: tuple[Line, ...]) -> Report:
+    def _write(self, report: Report) -> None:
+        if report.ending is ProgramEnd.SIGNAL:
+            write(report, self.path)  # before the sender loses patience
+        patience = HURRY if report.ending is ProgramEnd.SIGNAL else PATIENCE
+        self.report = replace(report, proposal=self._proposal(report, patience))
+        write(self.report, self.path)
+
+    def _seen(self, ending: ProgramEnd, said: str, stack: tuple[Line, ...]) -> Report:
         observer = self._observer
         last = observer.now("at the end")
         observer.sampler.end()
@@ -102,7 +109,7 @@ class Watch:
             shortage=observer.shortage,
             fragments=fragments(observer.place),
             proposal=NOT_YET,
-            why_off=observer.why_off,
+            why_off=observer.why_off or observer.sampler.why_not,
         )
 
     def _proposal(self, report: Report, patience: float) -> Proposal:
@@ -112,25 +119,27 @@ class Watch:
         if counts is not None:
             most = max(most, counts.peak_bytes)
         cut = report.shortage.fragments if report.shortage is not None else None
-        had = Machine(self._observer.place, most, cut or report.fragments)
+        had = ProgramMemory(self._observer.place, most, cut or report.fragments)
         return propose(self._observer.program, had, self._config, report.shortage, patience)
 
 
-def ending_of(error: BaseException | None) -> tuple[Ending, str]:
+def ending_of(error: BaseException | None) -> tuple[ProgramEnd, str]:
     """Return how a program ended that raised this."""
     if error is None:
-        return Ending.ENDED, ""
+        return ProgramEnd.ENDED, ""
     if isinstance(error, SystemExit):
-        return Ending.ENDED, f"exit status {error.code}" if error.code else ""
+        return ProgramEnd.ENDED, f"exit status {error.code}" if error.code else ""
     if isinstance(error, KeyboardInterrupt):
-        return Ending.SIGNAL, "SIGINT"
-    ending = Ending.SHORT if is_shortage(error) else Ending.RAISED
+        return ProgramEnd.SIGNAL, "SIGINT"
+    ending = ProgramEnd.SHORT if is_shortage(error) else ProgramEnd.RAISED
     said = error.args[0] if error.args else ""
     return ending, f"{type(error).__name__}: {said}"
 
 
 def tell(line: str) -> None:
-    print(line, file=sys.stderr)
+    """Print a line for people, if there is still where to."""
+    with suppress(OSError, ValueError):
+        print(line, file=sys.stderr)
 
 
 def watch(
@@ -139,7 +148,7 @@ def watch(
     program: str | None = None,
     config: Settings = None,
     **settings: Any,
-) -> Watch:
+) -> WatchBlock:
     """Follow the torch program inside a ``with`` block, and write one page about its memory.
 
     The page, and ten lines on standard error, come at the end of the block, at an error (running
@@ -153,7 +162,8 @@ def watch(
     enters the block is followed.
 
     Args:
-        path: of the page, an HTML file that needs no network.
+        path: of the page, an HTML file that needs no network; ranks that a launcher started, but
+            the first, add their number to its name.
         program: its name on the page; None: the script's.
         config: as for `hetero.prepare`: where the rehearsal begins; ``settings`` go on top.
         settings: as ``hbm="20GiB"``; ``profile`` names the machine. None: budgets of what the
@@ -171,4 +181,7 @@ def watch(
         'ended'
     """
     name = program or os.path.basename(sys.argv[0]) or "the program"
-    return Watch(Path(path), Config.load(config, **settings), name)
+    page, rank = Path(path), launch_rank()
+    if rank:  # the first rank's has the name as given
+        page = page.with_stem(f"{page.stem}-rank{rank}")
+    return WatchBlock(page, Config.load(config, **settings), name)

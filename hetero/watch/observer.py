@@ -12,25 +12,25 @@ from torch import nn
 from hetero.api import engine_of
 from hetero.device import Fragments, allocated, fragments
 from hetero.errors import BudgetError
-from hetero.train.access.entries import Entries
+from hetero.train.access.entries import ProgramEntries
 from hetero.types import Kind
 from hetero.watch.owners import storage_of
-from hetero.watch.picture import Part, Picture, Use, picture
+from hetero.watch.picture import HeldStorage, MemoryUse, Picture, picture
 from hetero.watch.program import Program, bytes_of
-from hetero.watch.sampler import Sampler, is_due
+from hetero.watch.sampler import Sampler, is_due, may_grow
 from hetero.watch.stacks import Line, lines_of
-from hetero.watch.steps import Steps
+from hetero.watch.steps import StepRows
 
 SHORT = ("out of memory", "can't allocate memory", "not enough memory")  # torch's allocators
 NO_OWNER = "(activations, and what else has no owner)"
 USES = {
-    Kind.PARAM: Use.PARAMETERS,
-    Kind.GRAD: Use.GRADIENTS,
-    Kind.MASTER: Use.STATES,
-    Kind.STATE: Use.STATES,
-    Kind.ACTIVATION: Use.ACTIVATIONS,
-    Kind.BUFFER: Use.BUFFERS,
-    Kind.POOL: Use.OTHER,
+    Kind.PARAM: MemoryUse.PARAMETERS,
+    Kind.GRAD: MemoryUse.GRADIENTS,
+    Kind.MASTER: MemoryUse.STATES,
+    Kind.STATE: MemoryUse.STATES,
+    Kind.ACTIVATION: MemoryUse.ACTIVATIONS,
+    Kind.BUFFER: MemoryUse.BUFFERS,
+    Kind.POOL: MemoryUse.OTHER,
 }
 P = ParamSpec("P")
 
@@ -77,12 +77,12 @@ class Observer:
 
     def __init__(self) -> None:
         self.program = Program()
-        self.steps = Steps()
+        self.steps = StepRows()
         self.shortage: Shortage | None = None
         """The last one."""
         self.why_off = ""
         """Why the program is not followed any more."""
-        self._entries = Entries(self)
+        self._entries = ProgramEntries(self)
         self.sampler = Sampler(self.program, self._entries)
         self.place = torch.device("cpu")
         """Of most parameters."""
@@ -112,8 +112,9 @@ class Observer:
         n_bytes = bytes_of((args, kwargs))
         is_larger = entry.called(n_bytes, args, kwargs)
         turn = self.steps.count if self.program.optimizers else self._forwards
-        begins = entry.may_be_sampled and (is_larger or is_due(turn))
-        if begins:
+        grows = is_larger and may_grow(turn, self.sampler.n_samples)
+        begins = entry.may_be_sampled and (grows or is_due(turn))
+        if is_larger:
             self.place = self.program.place()
         self.sampler.forward(self.steps.count, begins=begins)
         self.steps.computes = True
@@ -128,7 +129,7 @@ class Observer:
     @quietly
     def before_backward(self) -> None:
         self.steps.computes = True
-        self.sampler.makes(Use.WORKSPACES)
+        self.sampler.makes(MemoryUse.WORKSPACES)
 
     @quietly
     def after_backward(self) -> None:
@@ -137,7 +138,7 @@ class Observer:
     @quietly
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         self.program.optimizers.add(optimizer)
-        self.sampler.makes(Use.WORKSPACES)
+        self.sampler.makes(MemoryUse.WORKSPACES)
 
     @quietly
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -173,30 +174,30 @@ class Observer:
     def now(self, when: str) -> Picture:
         """Return what holds memory now: each allocation in a sample, else what has an owner."""
         sample = self.sampler.open
-        if sample is not None:
+        if sample is not None and not sample.broken:
             sample.settle(self.program.owned())
             return sample.now(when)
         parts = [*self._owned(), *self._charged()]
         counts = allocated(self.place)
         if counts is not None:
             rest = counts.now_bytes - sum(part.n_bytes for part in parts)
-            parts.append(Part(Use.OTHER, NO_OWNER, "", (), max(0, rest)))
+            parts.append(HeldStorage(MemoryUse.OTHER, NO_OWNER, "", (), max(0, rest)))
         return picture(when, self.steps.count, parts, has_stacks=False)
 
-    def _owned(self) -> Iterator[Part]:
+    def _owned(self) -> Iterator[HeldStorage]:
         seen = set()
         for use, module, tensor in self.program.owned():
             storage = storage_of(tensor)
             if storage is not None and storage.device == self.place:
                 if storage._cdata not in seen:
-                    yield Part(use, module, "", (), storage.nbytes())
+                    yield HeldStorage(use, module, "", (), storage.nbytes())
                 seen.add(storage._cdata)
 
-    def _charged(self) -> Iterator[Part]:
+    def _charged(self) -> Iterator[HeldStorage]:
         """Yield what models that hetero manages have on each tier, by its own ledger."""
         for model in self.program.prepared():
             ledger = engine_of(model).setup.ledger
             for tier in ledger.budgets:
                 for kind, use in USES.items():
                     name = f"{type(model).__name__} on {tier.name}"
-                    yield Part(use, name, "", (), ledger.used(tier, kind))
+                    yield HeldStorage(use, name, "", (), ledger.used(tier, kind))

@@ -11,13 +11,13 @@ from torch import nn
 from hetero.internals import is_traceable_wrapper_subclass, tree_iter
 from hetero.train.model.units import MARK
 from hetero.train.update.optimizer import Optimizer, unwrapped
-from hetero.watch.picture import OUTSIDE, Use
+from hetero.watch.picture import OUTSIDE, MemoryUse
 
 
 class Owned(NamedTuple):
     """A tensor with the module that it belongs to."""
 
-    use: Use
+    use: MemoryUse
     module: str
     tensor: torch.Tensor
 
@@ -51,7 +51,7 @@ def owned(
                     names[id(param)] = name
                     yield from with_gradient(name, param)
             yield from (
-                Owned(Use.BUFFERS, name, b) for b in module._buffers.values() if b is not None
+                Owned(MemoryUse.BUFFERS, name, b) for b in module._buffers.values() if b is not None
             )
     for optimizer in optimizers:
         if isinstance(unwrapped(optimizer), Optimizer):
@@ -64,14 +64,14 @@ def owned(
         for stepped, state in list(optimizer.state.items()):
             for value in tree_iter(state):
                 if isinstance(value, torch.Tensor):
-                    yield Owned(Use.STATES, names.get(id(stepped), OUTSIDE), value)
+                    yield Owned(MemoryUse.STATES, names.get(id(stepped), OUTSIDE), value)
 
 
 def with_gradient(name: str, param: torch.Tensor) -> Iterator[Owned]:
     """Yield a parameter, and its gradient if it has one."""
-    yield Owned(Use.PARAMETERS, name, param)
+    yield Owned(MemoryUse.PARAMETERS, name, param)
     if param.grad is not None:
-        yield Owned(Use.GRADIENTS, name, param.grad)
+        yield Owned(MemoryUse.GRADIENTS, name, param.grad)
 
 
 def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:

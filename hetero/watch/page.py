@@ -16,7 +16,7 @@ from hetero.report.run import storing
 from hetero.report.words import format_seconds
 from hetero.types import format_bytes
 from hetero.version import __version__
-from hetero.watch.picture import MEANING, Picture, Use
+from hetero.watch.picture import MEANING, MemoryUse, Picture
 from hetero.watch.report import Report, cut, described
 from hetero.watch.steps import StepRow
 
@@ -61,7 +61,7 @@ def pages() -> Environment:
         undefined=StrictUndefined,
     )
     made.filters.update(bytes=format_bytes, seconds=format_seconds, described=described, cut=cut)
-    made.globals.update(USES=tuple(Use), MEANING=MEANING, MOST=MOST, WIDE=WIDE, HIGH=HIGH)
+    made.globals.update(USES=tuple(MemoryUse), MEANING=MEANING, MOST=MOST, WIDE=WIDE, HIGH=HIGH)
     return made
 
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from hetero.watch.stacks import Line
 
 
-class Use(Enum):
+class MemoryUse(Enum):
     """What memory is for."""
 
     PARAMETERS = "parameters"
@@ -24,13 +24,13 @@ class Use(Enum):
 
 
 MEANING = {
-    Use.PARAMETERS: "weights of modules and of optimizers",
-    Use.GRADIENTS: "p.grad",
-    Use.STATES: "what optimizers keep of each parameter",
-    Use.BUFFERS: "tensors of modules that are no parameters",
-    Use.ACTIVATIONS: "made in forward or by the loss: held until backward, or temporaries",
-    Use.WORKSPACES: "made in backward or in an optimizer's step, and neither gradient nor state",
-    Use.OTHER: "batches, and what else the program holds",
+    MemoryUse.PARAMETERS: "weights of modules and of optimizers",
+    MemoryUse.GRADIENTS: "p.grad",
+    MemoryUse.STATES: "what optimizers keep of each parameter",
+    MemoryUse.BUFFERS: "tensors of modules that are no parameters",
+    MemoryUse.ACTIVATIONS: "made in forward or by the loss: held until backward, or temporaries",
+    MemoryUse.WORKSPACES: "made in backward or by an optimizer, neither gradient nor state",
+    MemoryUse.OTHER: "batches, and what else the program holds",
 }
 OUTSIDE = "(outside of modules)"
 
@@ -38,7 +38,7 @@ OUTSIDE = "(outside of modules)"
 class Holding(NamedTuple):
     """Storages of one use, one module and one place in the program."""
 
-    use: Use
+    use: MemoryUse
     module: str
     operation: str
     """That made them; empty where that was not seen."""
@@ -63,16 +63,16 @@ class Picture:
     def n_bytes(self) -> int:
         return sum(holding.n_bytes for holding in self.holdings)
 
-    def by_use(self) -> dict[Use, int]:
+    def by_use(self) -> dict[MemoryUse, int]:
         """Return the bytes of each use that has some, the largest first."""
-        sums: Counter[Use] = Counter()
+        sums: Counter[MemoryUse] = Counter()
         for holding in self.holdings:
             sums[holding.use] += holding.n_bytes
         return {use: n for use, n in sums.most_common() if n}
 
-    def by_module(self) -> list[tuple[str, dict[Use, int]]]:
+    def by_module(self) -> list[tuple[str, dict[MemoryUse, int]]]:
         """Return the bytes of each module by use, the largest module first."""
-        rows: dict[str, Counter[Use]] = {}
+        rows: dict[str, Counter[MemoryUse]] = {}
         for holding in self.holdings:
             rows.setdefault(holding.module, Counter())[holding.use] += holding.n_bytes
         return sorted(
@@ -80,20 +80,20 @@ class Picture:
         )
 
 
-class Part(NamedTuple):
+class HeldStorage(NamedTuple):
     """One storage, before equal ones are added up."""
 
-    use: Use
+    use: MemoryUse
     module: str
     operation: str
     stack: tuple[Line, ...]
     n_bytes: int
 
 
-def picture(when: str, step: int, parts: Iterable[Part], *, has_stacks: bool) -> Picture:
+def picture(when: str, step: int, parts: Iterable[HeldStorage], *, has_stacks: bool) -> Picture:
     """Return the picture of these storages."""
-    sizes: Counter[tuple[Use, str, str, tuple[Line, ...]]] = Counter()
-    counts: Counter[tuple[Use, str, str, tuple[Line, ...]]] = Counter()
+    sizes: Counter[tuple[MemoryUse, str, str, tuple[Line, ...]]] = Counter()
+    counts: Counter[tuple[MemoryUse, str, str, tuple[Line, ...]]] = Counter()
     for part in parts:
         if part.n_bytes:
             sizes[part[:4]] += part.n_bytes

@@ -15,6 +15,8 @@ from hetero.rehearse.twin import Twin, batch_twin, twin_of
 from hetero.train.model.units import MARK
 from hetero.watch.owners import Owned, is_prepared, owned
 
+MOST_ENTRIES = 256  # until those of modules that are gone are dropped
+
 
 class Entry:
     """A module that the program calls, not from inside another one."""
@@ -82,6 +84,8 @@ class Program:
         """Return the entry of a module that is called."""
         found = self._entries.get(id(module))
         if found is None or found.ref() is not module:
+            if len(self._entries) >= MOST_ENTRIES:  # a program that makes modules as it goes
+                self._entries = {k: e for k, e in self._entries.items() if e.ref() is not None}
             found = self._entries[id(module)] = Entry(module)
         return found
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +22,8 @@ from hetero.watch.program import Program, Subject
 NO_MODEL = "the program called no module with parameters"
 NO_TRAINING = "the program called its model without gradients alone; hetero.plan plans training"
 NO_BATCH = "the arguments of its model have no copy without bytes"
+SETTINGS = tuple(f.name for f in fields(Config) if f.name not in ("weights", "mesh"))
+PLACED = {"device", "hbm", "host", "profile"}  # any of these says where the rehearsal begins
 DRIVE = "hetero-states"  # directory that a proposal names for what RAM does not hold
 
 
@@ -34,7 +36,7 @@ class Proposal:
     said: tuple[str, ...]
 
 
-class Machine(NamedTuple):
+class ProgramMemory(NamedTuple):
     """The memory that a program had."""
 
     place: torch.device
@@ -44,12 +46,13 @@ class Machine(NamedTuple):
 
 
 def propose(
-    program: Program, had: Machine, config: Config, short: Shortage | None, seconds: float
+    program: Program, had: ProgramMemory, config: Config, short: Shortage | None, seconds: float
 ) -> Proposal:
     """Rehearse the main model of a program, for at most so long.
 
     It runs in a thread of its own: modes, hooks and autocast of the program's thread, which may be
-    anywhere, are not those of another one. Generators are left as they were.
+    anywhere, are not those of another one. Generators are left as they were. A thread that takes
+    longer is waited for by the interpreter: ended inside of torch, it would abort the process.
     """
     if short is not None and short.tier:
         return of_budget(short)
@@ -61,7 +64,7 @@ def propose(
     made: list[Proposal] = []
     state = torch.get_rng_state()
     thread = threading.Thread(
-        target=lambda: made.append(rehearsed(subject, settings)), name="hetero-watch", daemon=True
+        target=lambda: made.append(rehearsed(subject, settings)), name="hetero-watch"
     )
     thread.start()
     thread.join(seconds)
@@ -78,28 +81,26 @@ def of_budget(short: Shortage) -> Proposal:
     return Proposal(line, (f"the model is hetero's already. {short.advice}",))
 
 
-def settings_for(had: Machine, config: Config) -> dict[str, Any]:
+def settings_for(had: ProgramMemory, config: Config) -> dict[str, Any]:
     """Return the settings to begin with: those given, and budgets of what the program had.
 
     A rehearsal raises a budget that is too small. On a CPU it begins with half of what the program
     held, and a drive for the rest.
     """
-    given = {name: value for name in SETTINGS if (value := getattr(config, name)) is not None}
-    given = {name: value for name, value in given.items() if value != getattr(Config(), name)}
+    plain = Config()
+    values = ((name, getattr(config, name)) for name in SETTINGS)
+    given = {name: value for name, value in values if value != getattr(plain, name)}
     if had.place.type == "cuda":
         given.setdefault("device", "cuda")
         room = had.fragments.free_bytes + had.fragments.reserved_bytes if had.fragments else None
         if room:
             given.setdefault("hbm", room)
         given.setdefault("host", host_limit().n_bytes)
-    elif not given.keys() & {"device", "hbm", "host"}:
+    elif not given.keys() & PLACED:
         given.update(device="cpu", host=max(had.most_bytes // 2, 1))
         given.setdefault("nvme", (DRIVE,))
     given.setdefault("profile", profile_of(had.place))
     return given
-
-
-SETTINGS = tuple(name for name in Config.__dataclass_fields__ if name not in ("weights", "mesh"))
 
 
 def profile_of(place: torch.device) -> str:

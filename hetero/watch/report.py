@@ -18,7 +18,7 @@ from hetero.watch.steps import StepRow
 FEW = 3  # modules, and lines of a stack, in the terminal
 
 
-class Ending(Enum):
+class ProgramEnd(Enum):
     """How a program ended."""
 
     ENDED = "ended"
@@ -32,7 +32,7 @@ class Report:
     """A watched program."""
 
     program: str
-    ending: Ending
+    ending: ProgramEnd
     said: str
     """The error's message, or the signal's name; empty for an end without either."""
     stack: tuple[Line, ...]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -19,23 +19,23 @@ from torch import nn
 from hetero.internals import TorchDispatchMode, current_mode
 from hetero.train.activations.meter import tensors_in
 from hetero.watch.owners import Owned, storage_of
-from hetero.watch.picture import OUTSIDE, Part, Picture, Use, picture
+from hetero.watch.picture import OUTSIDE, HeldStorage, MemoryUse, Picture, picture
 from hetero.watch.stacks import Stacks
 
 BEFORE = ""  # the operation of what was there before the sample
 
 
-class Block:
+class SampledStorage:
     """A storage while it lives."""
 
     __slots__ = ("module", "n_bytes", "operation", "ref", "stack", "use")
 
-    def __init__(self, use: Use, module: str, operation: str, stack: int, n_bytes: int) -> None:
+    def __init__(self, use: MemoryUse, module: str, operation: str, stack: int) -> None:
         self.use = use
         self.module = module
         self.operation = operation
         self.stack = stack
-        self.n_bytes = n_bytes
+        self.n_bytes = 0
         self.ref: weakref.ref[torch.UntypedStorage]
 
 
@@ -60,14 +60,16 @@ class Sample(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]  # torch's modes have no types
         self.step = step
         self.place = place
-        self.making = Use.ACTIVATIONS
+        self.making = MemoryUse.ACTIVATIONS
         """What the program makes at present."""
         self.is_on = True
+        self.broken = ""
+        """Why it ended early: what it has seen is not all."""
         self._stacks = stacks
         self._path = path
         self._names = names
-        self._blocks: dict[int, Block] = {}
-        self._changes: list[tuple[Block, int]] = []
+        self._blocks: dict[int, SampledStorage] = {}
+        self._changes: list[tuple[SampledStorage, int]] = []
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -100,10 +102,22 @@ class Sample(TorchDispatchMode):
     ) -> Any:
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented  # a wrapper is unwrapped first: its parts are the live storages
-        if not self.is_on:
-            return func(*args, **kwargs) if kwargs else func(*args)
-        self._read((*args, *kwargs.values()) if kwargs else args)
+        if self.is_on:
+            self._quietly(self._read, (*args, *kwargs.values()) if kwargs else args)
         found = func(*args, **kwargs) if kwargs else func(*args)
+        if self.is_on:
+            self._quietly(self._note, found, func)
+        return found
+
+    def _quietly(self, look: Callable[..., None], *given: Any) -> None:
+        """Look at an operation; an error of ours ends the sample, not the program."""
+        try:
+            look(*given)
+        except Exception as error:
+            self.is_on = False
+            self.broken = f"{type(error).__name__}: {error}"
+
+    def _note(self, found: Any, func: Any) -> None:
         for tensor in tensors_in(found):
             storage = tensor.untyped_storage()
             block = self._blocks.get(storage._cdata)
@@ -111,24 +125,23 @@ class Sample(TorchDispatchMode):
                 self._made(storage, func)
             elif block.n_bytes != storage.nbytes() and storage.device == self.place:
                 self._resize(block, storage.nbytes())
-        return found
 
     def _read(self, given: Iterable[Any]) -> None:
         for tensor in tensors_in(given):
             storage = tensor.untyped_storage()
             if storage._cdata not in self._blocks:
-                self._follow(storage, Block(Use.OTHER, OUTSIDE, BEFORE, 0, 0))
+                self._follow(storage, SampledStorage(MemoryUse.OTHER, OUTSIDE, BEFORE, 0))
 
     def _made(self, storage: torch.UntypedStorage, func: Any) -> None:
         use = self.making
-        if use is Use.ACTIVATIONS and not self._path and not torch.is_grad_enabled():
-            use = Use.OTHER  # of the program, not of its loss
+        if use is MemoryUse.ACTIVATIONS and not self._path and not torch.is_grad_enabled():
+            use = MemoryUse.OTHER  # of the program, not of its loss
         module = self._names.get(id(self._path[-1])) if self._path else OUTSIDE
         name = module or type(self._path[-1]).__name__
         stack = self._stacks.here(sys._getframe(2))
-        self._follow(storage, Block(use, name, str(func.overloadpacket), stack, 0))
+        self._follow(storage, SampledStorage(use, name, str(func.overloadpacket), stack))
 
-    def _follow(self, storage: torch.UntypedStorage, block: Block) -> None:
+    def _follow(self, storage: torch.UntypedStorage, block: SampledStorage) -> None:
         key = storage._cdata
         block.n_bytes = storage.nbytes() if storage.device == self.place else 0
 
@@ -140,7 +153,7 @@ class Sample(TorchDispatchMode):
         self._blocks[key] = block
         self._changes.append((block, block.n_bytes))
 
-    def _resize(self, block: Block, n_bytes: int) -> None:
+    def _resize(self, block: SampledStorage, n_bytes: int) -> None:
         self._changes.append((block, n_bytes - block.n_bytes))
         block.n_bytes = n_bytes
 
@@ -152,7 +165,7 @@ class Sample(TorchDispatchMode):
                 continue
             block = self._blocks.get(storage._cdata)
             if block is None:
-                self._follow(storage, Block(use, module, BEFORE, 0, 0))
+                self._follow(storage, SampledStorage(use, module, BEFORE, 0))
             elif block.use is not use:
                 block.use, block.module = use, module
 
@@ -169,18 +182,18 @@ class Sample(TorchDispatchMode):
             level += n_bytes
             if level > most:
                 most, at = level, number + 1
-        held: dict[Block, int] = {}
+        held: dict[SampledStorage, int] = {}
         for block, n_bytes in changes[:at]:
             held[block] = held.get(block, 0) + n_bytes
         return self._picture(when, held.items())
 
-    def _picture(self, when: str, held: Iterable[tuple[Block, int]]) -> Picture:
+    def _picture(self, when: str, held: Iterable[tuple[SampledStorage, int]]) -> Picture:
         return picture(when, self.step, self._parts(held), has_stacks=True)
 
-    def _parts(self, held: Iterable[tuple[Block, int]]) -> Iterator[Part]:
+    def _parts(self, held: Iterable[tuple[SampledStorage, int]]) -> Iterator[HeldStorage]:
         for block, n_bytes in held:
             lines = self._stacks.lines(block.stack)
-            yield Part(block.use, block.module, block.operation, lines, n_bytes)
+            yield HeldStorage(block.use, block.module, block.operation, lines, n_bytes)
 
 
 def may_open() -> bool:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import torch
 
-from hetero.train.access.entries import Entries
+from hetero.train.access.entries import ProgramEntries
 from hetero.watch.owners import module_names
-from hetero.watch.picture import Picture, Use
+from hetero.watch.picture import MemoryUse, Picture
 from hetero.watch.program import Program
 from hetero.watch.sample import Sample, may_open
 from hetero.watch.stacks import Stacks
 
 FIRST_AGAIN = 16  # turns sampled after the first two: this one, and each twice as late
 LONGEST = 16  # forwards of a sample, where no optimizer's step ends it
+SPARE = 16  # samples of larger batches at any time, and one more in so many steps
 
 
 def is_due(turn: int) -> bool:
@@ -23,14 +24,21 @@ def is_due(turn: int) -> bool:
     return turn < 2 or (turn >= FIRST_AGAIN and turn & (turn - 1) == 0)
 
 
+def may_grow(turn: int, n_samples: int) -> bool:
+    """Whether another larger batch may be sampled: where each is larger, not all are."""
+    return n_samples < SPARE + turn // SPARE
+
+
 class Sampler:
     """Opens and closes samples."""
 
-    def __init__(self, program: Program, entries: Entries) -> None:
+    def __init__(self, program: Program, entries: ProgramEntries) -> None:
         self.open: Sample | None = None
         self.peak: Picture | None = None
         """The largest of all samples."""
         self.n_samples = 0
+        self.why_not = ""
+        """Why the last sample that ended early did."""
         self._program = program
         self._entries = entries
         self._stacks = Stacks()
@@ -45,9 +53,9 @@ class Sampler:
         if begins and self.open is None and self._ending is None and may_open():
             self._begin(step)
         self._forwards += 1
-        self.makes(Use.ACTIVATIONS)
+        self.makes(MemoryUse.ACTIVATIONS)
 
-    def makes(self, use: Use) -> None:
+    def makes(self, use: MemoryUse) -> None:
         """From here on the program makes memory for a use."""
         if self.open is not None:
             self.open.making = use
@@ -56,11 +64,15 @@ class Sampler:
         """Gradients, or states, have their owners by now."""
         if self.open is not None:
             self.open.settle(self._program.owned())
-            self.open.making = Use.OTHER
+            self.open.making = MemoryUse.OTHER
 
-    def end(self) -> dict[Use, int] | None:
+    def end(self) -> dict[MemoryUse, int] | None:
         """End the sample that is open; returns what its peak was of."""
         if self.open is None:
+            return None
+        if self.open.broken:
+            self.why_not = self.open.broken
+            self.drop()
             return None
         found = self.open.peak(f"at the peak of step {self.open.step}")
         if self.peak is None or found.n_bytes > self.peak.n_bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 import sys
 import traceback
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 
 OURS = str(Path(__file__).resolve().parent.parent)
 NOT_THEIRS = (str(Path(torch.__file__).resolve().parent), OURS, "<frozen ")
-MAIN = "<frozen runpy>"  # ran the program: what called it is ours
+MAIN = runpy.run_path.__code__.co_filename  # it ran the program: what called it is ours
 DEEPEST = 8  # frames of the user's that are kept, the innermost
 FARTHEST = 200  # frames that are looked at
 

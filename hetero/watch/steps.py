@@ -9,7 +9,7 @@ import psutil
 import torch
 
 from hetero.device import allocated
-from hetero.watch.picture import Use
+from hetero.watch.picture import MemoryUse
 
 MOST_ROWS = 512
 
@@ -23,11 +23,11 @@ class StepRow(NamedTuple):
     """On the device, as its allocator counts; the RAM of the process on a CPU."""
     batch_bytes: int
     """Of the tensors that its models were called with."""
-    uses: dict[Use, int] | None
+    uses: dict[MemoryUse, int] | None
     """At its peak, if each of its allocations was seen."""
 
 
-class Steps:
+class StepRows:
     """Counts steps, and keeps some rows of a long run."""
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class Steps:
         self._every = 1  # of so many steps, one has a row
         self._process = psutil.Process()
 
-    def end(self, place: torch.device, uses: dict[Use, int] | None) -> None:
+    def end(self, place: torch.device, uses: dict[MemoryUse, int] | None) -> None:
         """End a step."""
         now = time.monotonic()
         if uses is not None or self.count % self._every == 0:

@@ -29,13 +29,14 @@ import hetero
 from hetero.cli import main
 from hetero.device import process
 from hetero.train.activations.meter import LiveBytes
-from hetero.watch import face
-from hetero.watch.face import Watch
+from hetero.watch import face, proposal
+from hetero.watch.face import WatchBlock
 from hetero.watch.observer import Observer
-from hetero.watch.picture import Use
-from hetero.watch.report import Ending, Report, lines
+from hetero.watch.picture import MemoryUse
+from hetero.watch.report import ProgramEnd, Report, lines
 from hetero.watch.sample import Sample
 from hetero.watch.sampler import is_due
+from hetero.watch.stacks import Stacks
 
 IMPOSSIBLE = 1 << 46  # floats: more than addresses
 
@@ -113,10 +114,10 @@ def page(tmp_path: Path) -> Path:
 @pytest.fixture
 def unrehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
     """For tests of something else: a rehearsal takes a second."""
-    monkeypatch.setattr(Watch, "_proposal", lambda self, report, patience: report.proposal)
+    monkeypatch.setattr(WatchBlock, "_proposal", lambda self, report, patience: report.proposal)
 
 
-def seen(watched: Watch) -> Report:
+def seen(watched: WatchBlock) -> Report:
     assert watched.report is not None
     return watched.report
 
@@ -222,9 +223,27 @@ def test_an_error_of_our_own_ends_the_watching_and_not_the_program(
     with hetero.watch(page) as watched:
         train(Net())
 
-    assert seen(watched).ending is Ending.ENDED
+    assert seen(watched).ending is ProgramEnd.ENDED
     assert "KeyError" in seen(watched).why_off
     assert "KeyError" in page.read_text()
+
+
+def test_an_operation_that_cannot_be_looked_at_ends_a_sample_and_not_the_program(
+    page: Path, monkeypatch: pytest.MonkeyPatch, unrehearsed: None
+) -> None:
+    def broken(*_: Any) -> int:
+        raise NotImplementedError("no storage")
+
+    torch.manual_seed(7)
+    plain = train(Net())
+    monkeypatch.setattr(Stacks, "here", broken)
+    torch.manual_seed(7)
+    with hetero.watch(page) as watched:
+        ours = train(Net())
+
+    assert all(torch.equal(a, b) for a, b in zip(plain, ours, strict=True))
+    assert seen(watched).peak is None and "no storage" in seen(watched).why_off
+    assert seen(watched).steps == 5
 
 
 def test_modules_that_other_threads_call_are_left_alone(page: Path, unrehearsed: None) -> None:
@@ -249,10 +268,12 @@ def test_what_has_an_owner_is_counted_to_the_byte(page: Path, unrehearsed: None)
             optimizer.step()
     uses = seen(watched).last.by_use()
 
-    assert uses[Use.PARAMETERS] == uses[Use.GRADIENTS] == size
-    assert uses[Use.STATES] == 2 * size + 4 * len(list(model.parameters()))  # their step counts
+    assert uses[MemoryUse.PARAMETERS] == uses[MemoryUse.GRADIENTS] == size
+    assert uses[MemoryUse.STATES] == 2 * size + 4 * len(
+        list(model.parameters())
+    )  # their step counts
     by_module = dict(seen(watched).last.by_module())
-    assert by_module["blocks.1.up"][Use.PARAMETERS] == model.blocks[1].up.weight.nbytes + 128
+    assert by_module["blocks.1.up"][MemoryUse.PARAMETERS] == model.blocks[1].up.weight.nbytes + 128
 
 
 def test_the_peak_of_a_sample_is_that_of_an_independent_count(
@@ -271,7 +292,7 @@ def test_the_peak_of_a_sample_is_that_of_an_independent_count(
 
     assert peak is not None
     assert peak.n_bytes == live.peak
-    assert peak.by_use()[Use.PARAMETERS] == size
+    assert peak.by_use()[MemoryUse.PARAMETERS] == size
 
 
 def test_a_holding_has_its_module_and_its_lines(page: Path, unrehearsed: None) -> None:
@@ -282,7 +303,7 @@ def test_a_holding_has_its_module_and_its_lines(page: Path, unrehearsed: None) -
     found = [h for h in peak.holdings if h.operation == "aten.relu"]
 
     assert {h.module for h in found} == {f"blocks.{n}" for n in range(3)}
-    assert found[0].use is Use.ACTIVATIONS and found[0].n_bytes == 64 * 32 * 4
+    assert found[0].use is MemoryUse.ACTIVATIONS and found[0].n_bytes == 64 * 32 * 4
     assert [line.function for line in found[0].stack[:3]] == ["squared", "forward", "forward"]
     assert found[0].stack[0].file == __file__
     assert f"{Path(__file__).name}:{found[0].stack[0].line} in squared" in "".join(
@@ -304,6 +325,47 @@ def test_a_larger_batch_is_seen_and_equal_ones_are_not(page: Path, unrehearsed: 
     assert seen(watched).peak is not None and seen(watched).peak.step == 4
     assert rows[4].batch_bytes == 2 * rows[3].batch_bytes == 16 * 16 * 4
     assert [n for n in range(200) if is_due(n)] == [0, 1, 16, 32, 64, 128]
+
+
+def test_a_program_whose_modules_are_always_new_is_not_always_sampled(
+    page: Path, unrehearsed: None
+) -> None:
+    with hetero.watch(page) as watched:
+        for n in range(300):
+            model = nn.Linear(2, 2)
+            model(torch.ones(1 + n, 2)).sum().backward()
+            torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+    assert 16 <= seen(watched).n_samples <= 16 + 300 // 16 + 8
+    assert seen(watched).why_off == ""
+
+
+@pytest.mark.slow
+def test_compiled_code_stays_whole_and_has_no_samples(page: Path, unrehearsed: None) -> None:
+    def results(model: nn.Module) -> list[torch.Tensor]:
+        whole = torch.compile(model, backend="eager", fullgraph=True)
+        whole(torch.ones(4, 16)).sum().backward()
+        return [p.grad for p in model.parameters()]
+
+    torch.manual_seed(1)
+    plain = results(Net().eval())
+    torch._dynamo.reset()
+    torch.manual_seed(1)
+    with hetero.watch(page) as watched:
+        ours = results(Net().eval())
+
+    assert all(torch.equal(a, b) for a, b in zip(plain, ours, strict=True))
+    assert seen(watched).n_samples == 0 and seen(watched).why_off == ""
+    assert "its code is" in page.read_text()
+
+
+def test_each_rank_has_a_page_of_its_own(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("RANK", "2"), ("WORLD_SIZE", "4")):
+        monkeypatch.setenv(name, value)
+    with hetero.watch(page):
+        pass
+
+    assert page.with_name("page-rank2.html").exists() and not page.exists()
 
 
 def test_passes_of_one_step_are_one_step(page: Path, unrehearsed: None) -> None:
@@ -346,9 +408,11 @@ def test_a_shortage_in_forward_shows_what_was_held_then(page: Path) -> None:
             optimizer.zero_grad()
     report = seen(watched)
 
-    assert report.ending is Ending.SHORT and report.shortage is not None
+    assert report.ending is ProgramEnd.SHORT and report.shortage is not None
     assert report.shortage.step == 3 and report.picture is report.shortage.picture
-    held = {(h.module, h.operation) for h in report.picture.holdings if h.use is Use.ACTIVATIONS}
+    held = {
+        (h.module, h.operation) for h in report.picture.holdings if h.use is MemoryUse.ACTIVATIONS
+    }
     assert ("blocks.1", "aten.relu") in held  # of the forward that failed
     assert ("blocks.2", "aten.relu") not in held
     assert report.shortage.stack[0].function == "forward"
@@ -370,9 +434,9 @@ def test_a_shortage_outside_of_modules_and_in_a_step_that_is_not_sampled_is_seen
         out_of_memory()
     report = seen(watched)
 
-    assert report.ending is Ending.SHORT and report.shortage is not None
+    assert report.ending is ProgramEnd.SHORT and report.shortage is not None
     assert report.shortage.stack[0].function == "out_of_memory"
-    assert not report.picture.has_stacks and Use.GRADIENTS in report.picture.by_use()
+    assert not report.picture.has_stacks and MemoryUse.GRADIENTS in report.picture.by_use()
     assert report.peak is not None and report.peak.has_stacks
     assert "only what has an owner" in page.read_text()
 
@@ -389,7 +453,7 @@ def test_a_shortage_that_the_program_survives_is_told(page: Path, unrehearsed: N
                 continue
     report = seen(watched)
 
-    assert report.ending is Ending.ENDED and report.shortage is not None
+    assert report.ending is ProgramEnd.ENDED and report.shortage is not None
     assert "when memory ran out" in report.picture.when
     assert "Memory ran out in step 0" in page.read_text()
 
@@ -407,10 +471,10 @@ def test_a_budget_of_hetero_is_a_shortage_with_its_ledger(page: Path) -> None:
     report = seen(watched)
     hetero.release(model, optimizer)
 
-    assert report.ending is Ending.SHORT and report.shortage is not None
+    assert report.ending is ProgramEnd.SHORT and report.shortage is not None
     assert report.shortage.tier == raised.value.tier == "HBM"
     assert {"Net on HBM", "Net on HOST"} <= {name for name, _ in report.picture.by_module()}
-    assert report.picture.by_use()[Use.STATES] >= 2 * sum(
+    assert report.picture.by_use()[MemoryUse.STATES] >= 2 * sum(
         p.nbytes for p in model.parameters()
     )  # on HOST
     assert str(raised.value.needed_bytes) in report.proposal.line
@@ -420,16 +484,16 @@ def test_a_budget_of_hetero_is_a_shortage_with_its_ledger(page: Path) -> None:
 @pytest.mark.parametrize(
     ("error", "ending", "said"),
     [
-        (ValueError("wrong"), Ending.RAISED, "ValueError: wrong"),
-        (SystemExit(0), Ending.ENDED, ""),
-        (SystemExit(3), Ending.ENDED, "exit status 3"),
-        (KeyboardInterrupt(), Ending.SIGNAL, "SIGINT"),
-        (MemoryError("no room"), Ending.SHORT, "MemoryError: no room"),
-        (torch.OutOfMemoryError("CUDA out of memory."), Ending.SHORT, "CUDA out of memory"),
+        (ValueError("wrong"), ProgramEnd.RAISED, "ValueError: wrong"),
+        (SystemExit(0), ProgramEnd.ENDED, ""),
+        (SystemExit(3), ProgramEnd.ENDED, "exit status 3"),
+        (KeyboardInterrupt(), ProgramEnd.SIGNAL, "SIGINT"),
+        (MemoryError("no room"), ProgramEnd.SHORT, "MemoryError: no room"),
+        (torch.OutOfMemoryError("CUDA out of memory."), ProgramEnd.SHORT, "CUDA out of memory"),
     ],
 )
 def test_every_end_has_a_page_and_goes_on_as_it_was(
-    error: BaseException, ending: Ending, said: str, page: Path
+    error: BaseException, ending: ProgramEnd, said: str, page: Path
 ) -> None:
     with pytest.raises(type(error)) as raised, hetero.watch(page) as watched:
         raise error
@@ -498,6 +562,20 @@ def test_a_forked_worker_that_is_ended_writes_no_page(page: Path) -> None:
     assert page.exists()
 
 
+def test_a_fork_that_goes_on_to_the_end_writes_no_page(page: Path) -> None:
+    def program() -> None:
+        with hetero.watch(page):
+            pid = os.fork()
+            if pid:  # the parent ends its block after the child has ended its own
+                assert os.waitpid(pid, 0)[1] == 0
+                assert not page.exists()
+        if pid == 0:
+            os._exit(0)
+
+    assert in_a_fork(program) == 0
+    assert page.exists()
+
+
 def test_a_handler_of_the_programs_is_called_and_comes_back(page: Path) -> None:
     asked: list[int] = []
 
@@ -517,7 +595,7 @@ def test_a_handler_of_the_programs_is_called_and_comes_back(page: Path) -> None:
     finally:
         signal.signal(signal.SIGTERM, before)
 
-    assert seen(watched).ending is Ending.SIGNAL and seen(watched).said == "SIGTERM"
+    assert seen(watched).ending is ProgramEnd.SIGNAL and seen(watched).said == "SIGTERM"
 
 
 # -- the rehearsal -------------------------------------------------------------------------------
@@ -556,6 +634,25 @@ def test_a_model_that_the_program_dropped_is_rehearsed(page: Path) -> None:
         train(Net(), steps=2)
 
     assert seen(watched).proposal.line
+
+
+def test_on_cuda_a_rehearsal_begins_with_what_the_program_had(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(proposal, "accelerator_name", lambda: "NVIDIA GeForce RTX 4090")
+    cut = process.Fragments(24 * 2**30, 2**30, 21 * 2**30, 0, 0, 0, 0, 0, False)
+    had = proposal.ProgramMemory(torch.device("cuda", 0), 20 * 2**30, cut)
+    begun = proposal.settings_for(had, hetero.Config())
+
+    assert begun["profile"] == "rtx4090" and begun["device"] == "cuda"
+    assert begun["hbm"] == 22 * 2**30 and begun["host"] > 0
+    given = hetero.Config.load(hbm="8GiB", profile="h100-sxm")
+    assert proposal.settings_for(had, given)["hbm"] == 8 * 2**30
+    assert proposal.settings_for(had, given)["profile"] == "h100-sxm"
+    monkeypatch.setattr(proposal, "accelerator_name", lambda: "NVIDIA H100 80GB HBM3")
+    assert proposal.profile_of(had.place) == "h100-sxm"
+    there = proposal.settings_for(had._replace(place=torch.device("cpu")), given)
+    assert there.keys() == {"hbm", "profile"}
 
 
 def test_a_program_that_only_evaluates_has_no_proposal(page: Path) -> None:

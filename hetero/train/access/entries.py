@@ -49,7 +49,7 @@ class EntryListener(Protocol):
         """An outermost module, or a backward pass, raised."""
 
 
-class Entries:
+class ProgramEntries:
     """Tells a listener where the thread that made this is."""
 
     def __init__(self, listener: EntryListener) -> None:
@@ -65,7 +65,8 @@ class Entries:
         self._undo: list[Callable[[], None]] = []
 
     def install(self) -> None:
-        """Begin to tell."""
+        """Begin to tell, perhaps again."""
+        self._busy = False
         for replacement in self._replaced:
             replacement.install()
             self._undo.append(replacement.uninstall)

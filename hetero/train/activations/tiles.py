@@ -38,6 +38,14 @@ def tile(module: M, dim: int = 1, *, size: int) -> M:
         size: positions of a tile, 1 or more.
 
     Raises ConfigError for a size below 1, or a module whose forward is not its class's own.
+
+    Example:
+        >>> import torch, hetero
+        >>> mlp = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Linear(32, 8))
+        >>> x = torch.ones(2, 100, 8)
+        >>> plain = mlp(x)
+        >>> torch.allclose(hetero.tile(mlp, size=16)(x), plain)
+        True
     """
     if size < 1:
         raise ConfigError(f"size={size}", advice="positions of a tile, 1 or more")

@@ -21,6 +21,7 @@ from hetero.train.engine.resident import Mastered, Resident
 from hetero.train.engine.setup import Setup
 from hetero.train.engine.snapshot import Saving
 from hetero.train.engine.steps import HomeSteps, NoSteps, TorchSteps, placed
+from hetero.train.engine.story import Story
 from hetero.train.model.graph import unless_gone
 from hetero.train.model.parts import Parts
 from hetero.train.model.units import MARK
@@ -50,6 +51,8 @@ class Engine:
             self._wrap(setup.inner)
         setup.store.before_use = unless_gone(self.finish, None)
         object.__setattr__(setup.model, MARK, self)
+        self._story = Story(setup)
+        self._story.begins(residence)
 
     def _wrap(self, inner: torch.optim.Optimizer) -> None:
         """Take the states of an optimizer home; its own step is refused from here on."""
@@ -96,6 +99,7 @@ class Engine:
         paged = self.residence
         if division is not None and isinstance(paged, Paged) and paged.border(division):
             self._stay(paged, division)
+        self._story.stepped(self.residence)
 
     def _stay(self, paged: Paged, division: Division) -> None:
         """Everything fits: the model stays on the device from here on."""
