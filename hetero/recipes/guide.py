@@ -15,7 +15,7 @@ SIZES_TEXT = (
     "SIZE is text in any case: 20GiB, or 20G for short (2^30 bytes each), 20GB (10^9 each), or a"
     " number of bytes."
 )
-ORDER = ("train", "run", "plan", "report", "doctor", "calibrate", "verify", "bench")
+ORDER = ("train", "run", "watch", "plan", "report", "doctor", "calibrate", "verify", "bench")
 OTHERS = "Others"  # title of the options that no group names
 TRAIN_GROUPS: Mapping[str, tuple[str, ...]] = {
     "Model": (

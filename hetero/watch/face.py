@@ -13,7 +13,7 @@ from typing import Any
 
 from hetero.config import Config, Settings
 from hetero.device import allocated, fragments
-from hetero.parallel.launch import launch_rank
+from hetero.parallel.started import launch_rank
 from hetero.watch.observer import Observer, is_shortage
 from hetero.watch.page import write
 from hetero.watch.proposal import ProgramMemory, Proposal, propose
