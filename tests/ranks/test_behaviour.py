@@ -503,6 +503,8 @@ def reads_weights(rank: int, folder: str, settings: dict[str, Any]) -> tuple[flo
     mesh = None if dist.get_world_size() == 1 else "world"
     hetero.prepare(model, mesh=mesh, weights=folder, **{**TIGHT, "hbm": 1_000_000, **settings})
     state = {name: value.float().clone() for name, value in model.state_dict().items()}
+    if mesh is not None:
+        dist.barrier()  # the other one may still read this rank's homes
     return n_read / sum(p.numel() for p in model.parameters()), state
 
 
