@@ -22,6 +22,9 @@ POLL_SECONDS = (0.0, 0.0, 0.0001, 0.001)
 LOOKS = 64
 """With one pause, and between looks whether a rank has said that it failed."""
 
+TIMED_OUT = "Timed out"
+"""In gloo's errors of calls that took longer than their group's timeout."""
+
 
 class Waits:
     """Waits for calls under way: looks again and again whether one is over.
@@ -83,6 +86,8 @@ class Waits:
 
     def failed(self, error: RuntimeError, what: str, began: float) -> RankLost:
         """Return what the caller of a failed call raises; the wait for it ``began`` then."""
+        if TIMED_OUT in str(error):  # gloo's own clock, which began with the call, was first
+            return self.lose(what, self.late())
         why = f"lost a connection ({reason_of(error)})"
         broken = Left(Parting.SILENT, self._news.rank, why)
         left = self.timeout_seconds - (time.monotonic() - began)

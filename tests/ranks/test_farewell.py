@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import hetero
@@ -22,6 +23,7 @@ from hetero.config import Config
 from hetero.errors import DivergenceError, OutOfMemory, RankLost
 from hetero.parallel import farewell, node
 from hetero.parallel.farewell import AT_ITS_END
+from hetero.parallel.gloo import Talks
 from hetero.parallel.launch import launch
 from hetero.parallel.news import HEARING_SECONDS
 from hetero.recipes.endings import exit_status
@@ -195,6 +197,21 @@ def test_a_rank_that_stops_between_machines_is_lost_after_the_timeout(n_ranks: i
         assert isinstance(end.error, RankLost), end
         assert "had no answer for 2 s" in str(end.error) or n_ranks == 2
         assert "rank 1 said nothing for 2 s" in str(end.error) or n_ranks == 3
+
+
+def blocks(rank: int) -> None:
+    talks = Talks([range(2)], 1.0)
+    if rank == 0:
+        call = dist.all_reduce(torch.zeros(1), group=talks.meetings.group, async_op=True)
+        talks.waits.finish(call, "a sum")
+    time.sleep(4.0)  # and says nothing
+
+
+def test_a_rank_that_says_nothing_is_named_by_whichever_clock_is_first() -> None:
+    first, _ = outcomes(2, blocks)
+
+    assert isinstance(first.error, RankLost), first
+    assert "a sum in vain: rank 1 said nothing for 1 s" in str(first.error)
 
 
 def cannot_prepare(rank: int) -> None:
