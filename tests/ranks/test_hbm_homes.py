@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -158,9 +159,12 @@ def test_what_is_on_hbm_is_read_and_written_and_saved(tmp_path: Path) -> None:
     assert same(first, second)
 
 
-def fails(rank: int) -> tuple[list[str], Values]:
-    """Train; in one pass a sum on HBM fails on a rank, and the step is made again."""
+def fails(rank: int, slow: int) -> tuple[list[str], Values]:
+    """Train; in one pass a sum on HBM fails on a rank, and the step is made again. A slow rank
+    knows of it while it is in the middle of the pass."""
     model, optimizer, run = prepared()
+    for block in model.blocks if rank == slow else ():
+        block.register_full_backward_hook(lambda *_: time.sleep(0.05))
     ends = []
     for number in range(5):
         with pytest.MonkeyPatch.context() as patch:
@@ -182,8 +186,9 @@ def fail() -> None:
     raise Planted("planted")
 
 
-def test_a_sum_on_hbm_that_fails_on_one_rank_is_told_to_all() -> None:
-    (ends, found), (others, other) = run_ranks(2, fails)
+@pytest.mark.parametrize("slow", [0, 1])
+def test_a_sum_on_hbm_that_fails_on_one_rank_is_told_to_all(slow: int) -> None:
+    (ends, found), (others, other) = run_ranks(2, fails, slow)
 
     assert ends == ["made"] * 3 + ["DivergenceError"] + ["made"]
     assert others == ["made"] * 3 + ["Planted"] + ["made"]

@@ -18,9 +18,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.optim.lr_scheduler import LambdaLR
 
 from hetero.errors import ConfigError
+from hetero.recipes.optimizers import factor_of, optimizer_of
 from hetero.recipes.options import TrainOptions
 from hetero.recipes.result import TrainResult
-from hetero.recipes.setup import factor_of, optimizer_of
 from hetero.recipes.task import demo
 from hetero.recipes.train import train
 from hetero.testing.ranks import outcomes, run_ranks

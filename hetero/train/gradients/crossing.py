@@ -116,6 +116,10 @@ class Crossing:
     def done(self) -> bool:
         return self.job.done and self._ends.end <= self._fleet.now()
 
+    @property
+    def failed(self) -> bool:
+        return self.job.failed
+
     def wait(self) -> None:
         """Block until every sum of this rank's is at home; raises its error, if it failed."""
         self.settle()

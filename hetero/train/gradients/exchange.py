@@ -194,8 +194,8 @@ class Exchange:
             yield
         except (DivergenceError, RankLost):
             for crossing, _ in self._crossing:
-                if crossing.job.failed:
-                    crossing.job.wait()
+                if crossing.failed:
+                    crossing.wait()
             raise
 
     def _load(self, bucket: Bucket, present: Iterable[Segment], there: Sequence[bytes]) -> Load:
@@ -247,8 +247,12 @@ class Exchange:
         return sums_in(share, groups), [sums_in(bucket.share(s), mine) for s in relay.shares]
 
     def _close_done(self) -> None:
-        """Close the gradients whose sums are at home."""
-        while self._crossing and self._crossing[0][0].done:
+        """Close the gradients whose sums are at home.
+
+        A sum that failed is an error at the end of the pass: a rank that left before would leave
+        out calls which the others make, and take theirs for those of its next pass.
+        """
+        while self._crossing and self._crossing[0][0].done and not self._crossing[0][0].failed:
             self._finish_oldest()
 
     def _finish_oldest(self) -> None:

@@ -120,11 +120,15 @@ class SharedGradStore(GradStore):
         self._pending.update(self._kept)  # that this pass did not come to
         self._kept.clear()
         super().flush_pending()
-        with host_work():
-            for slot, grad in self._kept_addends():
-                self._exchange.add(slot.segment, grad)
-            self._addends.clear()
-            self._exchange.finish_pass()
+        try:
+            with host_work():
+                for slot, grad in self._kept_addends():
+                    self._exchange.add(slot.segment, grad)
+                self._addends.clear()
+                self._exchange.finish_pass()
+        except BaseException:
+            self.pass_failed()
+            raise
 
     def pass_failed(self) -> None:
         lost = [self._layout.home[index][1] for index in self._pending]
