@@ -391,6 +391,7 @@ def planned(model: str, estimates: bool, given: dict[str, Any]) -> Plan:
         given["mesh"] = {"dp_shard": ranks}
     if "gpu_memory" in given:
         given["hbm"] = given.pop("gpu_memory")
+    variant = {name: given.pop(name) for name in ("lora_rank", "optimizer") if name in given}
     machine(Config.load(None, **given))  # before torch is imported, which takes seconds
     if not is_factory(model):
         config_of(model)
@@ -398,7 +399,7 @@ def planned(model: str, estimates: bool, given: dict[str, Any]) -> Plan:
     from hetero.rehearse.plan import plan as make
 
     sys.path.insert(0, "")  # a console script does not search the working directory by itself
-    return make(model, (samples, positions), estimates=estimates, **given)
+    return make(model, (samples, positions), estimates=estimates, **variant, **given)
 
 
 @main.command(short_help="Check this machine, and say how to fix it.")

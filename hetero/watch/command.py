@@ -23,7 +23,10 @@ UNUSABLE = 2
 PAGE = "hetero-watch.html"
 
 
-@click.command(context_settings={"allow_interspersed_args": False})
+@click.command(
+    context_settings={"allow_interspersed_args": False},
+    short_help="Say what held the memory of a script of yours.",
+)
 @click.argument("script")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 @click.option("-m", "--module", is_flag=True, help="SCRIPT is the name of a module.")

@@ -244,12 +244,12 @@ def test_what_is_no_manifest_is_corrupt(checkpoint: Path, raw: bytes) -> None:
 
 
 def test_a_later_format_says_what_it_is_and_what_to_do(checkpoint: Path) -> None:
-    record = record_of(checkpoint) | {"version": 4, "what": "else"}
+    record = record_of(checkpoint) | {"version": 5, "what": "else"}
 
     error = refusal(checkpoint, sealed(text_of(record)))
 
     assert type(error) is CheckpointTooNew
-    assert "version 4; this hetero reads up to 3" in error.args[0]
+    assert "version 5; this hetero reads up to 4" in error.args[0]
     assert "version of hetero that wrote it" in error.advice
 
 

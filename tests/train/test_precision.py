@@ -212,6 +212,7 @@ def train(
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_training_equals_the_plain_reference(precision: str, rule: str) -> None:
     reference, model, optimizer = start(precision, rule)
+    stay_paged(engine_of(model))
     train(reference, model, optimizer, clip=0.05)
     assert engine_of(model).setup.stats.counts["fetch"] > 3
 
