@@ -50,6 +50,8 @@ class SavedValues:
     precision: str
     frozen: str
     sum_group: int
+    threads: int | None
+    """Of torch; None: older checkpoints do not say."""
     optimizer: str | None
     members: Sequence[Sequence[str]]
     steps: int
@@ -69,6 +71,7 @@ def understood(engine: Engine, reader: CheckpointReader) -> SavedValues:
             **{key: meta[key] for key in ("precision", "optimizer", "members")},
             frozen=meta.get("frozen", "keep"),  # older checkpoints have no such keys
             sum_group=count_of(meta.get("sum_group", 1)),
+            threads=count_of(meta["threads"]) if "threads" in meta else None,
             scalars=decode_scalars(meta["scalars"]),
             steps=count_of(meta["steps"]),
             own_rng=own_rng(reader, engine),
@@ -260,13 +263,7 @@ def check_meta(engine: Engine, saved: SavedValues) -> None:
             )
     if engine.optimizer is None:
         return
-    grouped = engine.setup.comm.sum_group
-    if saved.sum_group != grouped:
-        warnings.warn(
-            f"gradients added up in groups of {saved.sum_group} ranks until this checkpoint, and go"
-            f" on in groups of {grouped}, which gives other bits",
-            stacklevel=5,
-        )
+    warn_of_other_bits(engine, saved)
     groups = members_of(engine)
     if groups != saved.members:
         raise CheckpointMismatch(
@@ -274,6 +271,24 @@ def check_meta(engine: Engine, saved: SavedValues) -> None:
             f" {[len(m) for m in saved.members]} parameters, this optimizer's"
             f" {[len(m) for m in groups]}, or others in another order",
             advice="build the optimizer with the groups it had when it was saved",
+        )
+
+
+def warn_of_other_bits(engine: Engine, saved: SavedValues) -> None:
+    """Say what makes a run go on with other bits than it would have had."""
+    grouped, threads = engine.setup.comm.sum_group, torch.get_num_threads()
+    if saved.sum_group != grouped:
+        warnings.warn(
+            f"gradients added up in groups of {saved.sum_group} ranks until this checkpoint, and go"
+            f" on in groups of {grouped}, which gives other bits",
+            stacklevel=6,
+        )
+    if saved.threads not in (None, threads):
+        warnings.warn(
+            f"torch computed on {saved.threads} threads until this checkpoint, and goes on with"
+            f" {threads}: its sums on CPUs depend on that, so bits may differ from a run that was"
+            f" never cut off; set OMP_NUM_THREADS={saved.threads} to have the same",
+            stacklevel=6,
         )
 
 
