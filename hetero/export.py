@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import nn
@@ -84,6 +84,8 @@ def write(
     """
     # 1. refuse before any file is touched
     items = items_of(model)
+    if ranks.size == 1:
+        check_alone(items)
     notes = configs_of(model, items)
     parts = cut(items, limit_bytes)
     if SINGLE not in parts:
@@ -192,6 +194,13 @@ def items_of(model: nn.Module) -> list[Item]:
     return items
 
 
+def check_alone(items: Iterable[Item]) -> None:
+    """Refuse tensors whose parts other ranks have: none of these knows of the others."""
+    for name, tensor in items:
+        if is_divided(tensor):
+            raise not_plain(name, tensor)
+
+
 def check_item(name: str, value: Any) -> None:
     """Refuse state that safetensors cannot hold."""
     kind = ""
@@ -271,17 +280,26 @@ def materialised(name: str, tensor: torch.Tensor, *, gathers: bool = False) -> t
     """Return the values of a tensor subclass as a plain tensor; ``gathers``: all ranks that have
     parts of it do so."""
     value = tensor.detach()
-    if gathers and hasattr(value, "full_tensor"):  # a DTensor
+    if gathers and is_divided(value):
         value = value.full_tensor()
     value = value.cpu()
     if not is_plain(value):  # it was on the CPU: a view makes its bytes, without a copy
         value = value.view(value.shape)
     if not is_plain(value):
-        raise ConfigError(
-            f"{name!r} of the model's state is a {type(tensor).__name__}, no plain tensor",
-            advice="gather or dequantize it first",
-        )
+        raise not_plain(name, tensor)
     return value
+
+
+def is_divided(tensor: torch.Tensor) -> TypeGuard[Any]:
+    """Whether a tensor is a DTensor, which is not imported to ask."""
+    return hasattr(tensor, "full_tensor")
+
+
+def not_plain(name: str, tensor: torch.Tensor) -> ConfigError:
+    return ConfigError(
+        f"{name!r} of the model's state is a {type(tensor).__name__}, no plain tensor",
+        advice="gather or dequantize it first",
+    )
 
 
 def trained_values(model: nn.Module, own: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

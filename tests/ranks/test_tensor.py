@@ -425,6 +425,7 @@ def refused(rank: int, folder: str) -> None:
     model, _ = hetero.prepare(model, plain, **TIGHT)
     with pytest.raises(ConfigError, match="no plain tensor"):
         hetero.export(built(run)[0], folder)  # which no rank has told the others of
+    assert not any(Path(folder).iterdir())
     with pytest.raises(RuntimeError, match="to become the value of a DTensor"):
         model.load_state_dict(LM().state_dict())
 
