@@ -6,6 +6,7 @@ import atexit
 import ctypes
 import os
 import struct
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -59,22 +60,27 @@ def settle_backward_at_exit(device: torch.device) -> None:
         with torch.inference_mode(False), torch.enable_grad():
             leaf = torch.empty(1, device=device, requires_grad=True)
             view, grad = leaf.view(-1), torch.empty(1, device=device)
-        _TASKS[device] = os.getpid(), partial(torch.autograd.grad, view, leaf, grad)
+        _TASKS[device] = os.getpid(), partial(torch.autograd.backward, view, grad, inputs=[leaf])
 
 
-_TASKS: dict[torch.device, tuple[int, Callable[[], object]]] = {}
+FREED_SECONDS = 0.1
+"""In which a thread of backward frees a task of one node: microseconds, if it has a core."""
+_TASKS: dict[torch.device, tuple[int, Callable[[], None]]] = {}
 """By device: the process that uses it, and a task of no work for its backward."""
-_KEPT: list[object] = []
-"""What came of them: the thread frees no Python object with a task then."""
 
 
 def _settle_backward() -> None:
     """Return when the threads of backward have finished what they were given before: each takes one
-    task after another. This one is a view's, which launches no kernel."""
+    task after another.
+
+    This one is a view's, which launches no kernel. What is left of it, the thread frees when the
+    caller goes on already: nothing tells when that is over, so it is given a moment.
+    """
     for pid, task in _TASKS.values():
         if pid == os.getpid():  # a fork has no such thread
             with suppress(RuntimeError):  # a device that failed takes no work
-                _KEPT.append(task())
+                task()
+            time.sleep(FREED_SECONDS)
 
 
 def return_large_blocks() -> None:
