@@ -100,18 +100,14 @@ def prepare_tuned(
     tuning: Tuning | None,
 ) -> Any:
     """Carry out `prepare` with choices that change no result (tests and benchmarks)."""
-    pipeline = open_pipeline(model, config.mesh, config.timeout_seconds)
-    try:
+    with ExitStack() as undo:
+        pipeline = open_pipeline(model, config.mesh, config.timeout_seconds)
+        undo.callback(pipeline.close)
         engine = _engine(model, optimizer, config, tuning or Tuning())
-        engine.setup.ends.callback(pipeline.close)
-        try:
-            pipeline.meet("prepare")
-        except BaseException:
-            engine.release()
-            raise
-    except BaseException:
-        pipeline.close()
-        raise
+        undo.callback(engine.release)
+        pipeline.meet("prepare")
+        undo.pop_all()
+    engine.setup.ends.callback(pipeline.close)
     return model if optimizer is None else (model, engine.optimizer)
 
 

@@ -15,7 +15,7 @@ from types import CodeType
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import (
     is_traceable_wrapper_subclass as is_traceable_wrapper_subclass,
 )
@@ -46,6 +46,30 @@ NAMES = (  # module, attribute
     *(("torch", "_foreach_norm"),),
     *(("torch._functorch.vmap", "_add_batch_dim"), ("torch._dynamo.trace_rules", "add")),
 )
+
+
+class DispatchMode(TorchDispatchMode):
+    """torch's mode, which has no types, with some."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's modes have no types
+
+    def __enter__(self) -> Any:
+        return super().__enter__()  # type: ignore[no-untyped-call]  # torch's modes have no types
+
+
+class LookingMode(DispatchMode):
+    """Looks at the operations of a program that is not ours, and leaves them as they are."""
+
+    supports_higher_order_operators = True  # their inner results are seen when they come out
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # the guard against compiling would cost more than looking
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True  # compiled code stays compiled: its numbers would change
 
 
 def find(module: str, name: str) -> Any:

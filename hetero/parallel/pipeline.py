@@ -153,7 +153,7 @@ class Aside:
 
     def __init__(self) -> None:
         self._todo: queue.SimpleQueue[Waited | None] = queue.SimpleQueue()
-        # one that waits for a lost rank is left behind, and must not hold up the end of the process
+        # one that waits for a lost rank never ends, and must not hold up the end of the process
         threading.Thread(target=block_in_all, args=(self._todo,), daemon=True).start()
         self.close: Callable[[], object] = weakref.finalize(self, self._todo.put, None)
 

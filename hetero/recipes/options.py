@@ -103,7 +103,7 @@ class TrainOptions:
     """Trackers of accelerate (tensorboard, wandb, trackio ...), or jsonl; repeat it for several."""
     record: str | None = None
     """Directory for a recording of the first 32 steps and the report on it; "none" for none.
-    [default: run, beside the checkpoints]"""
+    [default: run, next to the checkpoints]"""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Settings of `hetero.prepare`; hbm="all" means no budget at all."""
 

@@ -32,7 +32,7 @@ class Settled(NamedTuple):
 
     config: Config
     why: Mapping[str, str] = MappingProxyType({})
-    """By the name of a budget that nobody gave."""
+    """By the name of a budget that was not given."""
     step_write_bytes: int | None = None
     """To disk in a step, as rehearsed; None: unknown."""
 

@@ -11,7 +11,7 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from hetero.dry import META
-from hetero.internals import TorchDispatchMode
+from hetero.internals import DispatchMode
 from hetero.plan.machine import Dtype, MachineProfile
 from hetero.plan.rates import attention_flops, side_of
 from hetero.rehearse.kernels import as_on_cpu, note_writes
@@ -68,7 +68,7 @@ class Known(NamedTuple):
     """Makes its result; None: the operation has to run."""
 
 
-class OpClock(TorchDispatchMode):
+class OpClock(DispatchMode):
     """Advances a device's clock by the time of each operation there.
 
     An operation takes the longer of its products and its bytes, and its launch. A number that code
@@ -87,7 +87,7 @@ class OpClock(TorchDispatchMode):
         counted: bool = False,
         n_sharing: int = 1,
     ) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch's modes have no types
+        super().__init__()
         self._is_cuda = device.is_cuda
         self._device = device
         self._profile = profile

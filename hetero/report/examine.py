@@ -62,12 +62,12 @@ class RunReport:
             page.with_name(SUMMARY).write_text(data + "\n", "utf-8")
 
 
-def examine(run_or_model: Any, beside: Sidecar | None = None) -> RunReport:
-    """Return what a run comes to, with what is ``beside`` it: by default, in its directory."""
+def examine(run_or_model: Any, sidecar: Sidecar | None = None) -> RunReport:
+    """Return what a run comes to; the sidecar is that in its directory, if none is given."""
     measured = measure(run_of(run_or_model))
     advice = advise(measured)
     folder = folder_of(run_or_model)
-    sidecar = beside or (Sidecar() if folder is None else sidecar_of(folder))
+    sidecar = sidecar or (Sidecar() if folder is None else sidecar_of(folder))
     sentence = headline(measured, sidecar.plain_seconds)
     said = (sentence, verdict(measured), *(each.text for each in advice))
     return RunReport(measured, summarize(measured, said), advice, sidecar)

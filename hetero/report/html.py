@@ -10,7 +10,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any, NamedTuple
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import Environment
 from markupsafe import Markup
 
 from hetero.report import views, words
@@ -20,6 +20,7 @@ from hetero.report.peaks import unit_name
 from hetero.report.series import series_of
 from hetero.report.still import paint, still_curve, still_lanes, still_levels, still_stays, top_of
 from hetero.report.svg import WIDE, fits, placed, plane_height
+from hetero.report.templating import templates
 from hetero.report.traffic import BINS
 from hetero.report.values import curves
 from hetero.report.views import Sidecar
@@ -108,13 +109,7 @@ def render(
 @cache
 def pages() -> Environment:
     """Return the templates with their words, filters and rows."""
-    made = Environment(
-        loader=PackageLoader("hetero.report"),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=StrictUndefined,
-    )
+    made = templates("hetero.report")
     made.filters.update(
         size=size,
         timed=timed,
@@ -198,7 +193,7 @@ WORDS = {
     "BINS": BINS,
     "CATEGORY_NOTES": words.CATEGORY_NOTES,
     "LANE_LABELS": words.LANE_LABELS,
-    "NOBODY": views.NOBODY,
+    "NO_MODULE": views.NO_MODULE,
     "NO_STEPS": views.NO_STEPS,
     "NS": NS,
     "PART_NOTES": words.PART_NOTES,

@@ -171,7 +171,7 @@ class StepFigures:
     """Mean time of waits."""
     exposed_share: float
     tokens_per_second: float | None = None
-    """Samples, if a step has no tokens; None: nobody said how many a step has."""
+    """Samples, if a step has no tokens; None: a step says of neither."""
 
 
 @dataclass(frozen=True, slots=True)

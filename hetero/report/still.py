@@ -36,7 +36,7 @@ class Mark(NamedTuple):
 
 class Still(NamedTuple):
     areas: tuple[Area, ...]
-    """The ones behind come first."""
+    """Those that others cover come first."""
     top: str
     """What the upper edge stands for."""
     times: tuple[Mark, ...]

@@ -17,12 +17,13 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
 
 from hetero.events import EventLog, What
-from hetero.internals import TorchDispatchMode, is_traceable_wrapper_subclass
+from hetero.internals import LookingMode, is_traceable_wrapper_subclass
 from hetero.train.activations.meter import tensors_in
 from hetero.types import Kind, Tier
 
@@ -57,17 +58,15 @@ class LiveStorage:
         self.ref: weakref.ref[torch.UntypedStorage]
 
 
-class Storages(TorchDispatchMode):
+class Storages(LookingMode):
     """Logs a LEVEL whenever bytes of a category come, go, or move to another (two events at once).
 
     Args:
         place: storages on other devices do not count.
     """
 
-    supports_higher_order_operators = True  # their inner results are seen when they come out
-
     def __init__(self, log: EventLog, tier: Tier, place: torch.device) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch's modes have no types
+        super().__init__()
         self.levels: dict[Category, int] = dict.fromkeys(CATEGORIES, 0)
         self._log = log
         self._tier = tier
@@ -94,14 +93,6 @@ class Storages(TorchDispatchMode):
                 name = category.value if isinstance(category, Kind) else category
                 found.setdefault(name, {})[where] = n_bytes
         return found
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # the guard against compiling would cost more than the counting
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True  # compiled code stays compiled: its numbers would change
 
     @contextmanager
     def making(self, category: Category) -> Iterator[None]:
@@ -242,10 +233,10 @@ class Storages(TorchDispatchMode):
 def lines_of_program() -> str:
     """Return the innermost two lines of the program that led here, without torch's and ours."""
     found: list[str] = []
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None and len(found) < FRAMES:
         if not frame.f_globals.get("__name__", "").startswith(NOT_THE_PROGRAM):
             code = frame.f_code
             found.append(f"{Path(code.co_filename).name}:{frame.f_lineno} {code.co_name}")
-        frame = frame.f_back  # type: ignore[assignment]  # None ends the loop
+        frame = frame.f_back
     return " < ".join(found)

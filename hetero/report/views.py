@@ -21,7 +21,7 @@ from hetero.types import format_bytes
 
 LEAVES = 60  # rectangles of a treemap
 NO_STEPS = "No complete step was recorded."
-NOBODY = "no module recorded"
+NO_MODULE = "no module recorded"
 WITHOUT = "without hetero"
 REHEARSED, ESTIMATED = "rehearsed", "estimated"  # rows of a plan
 
@@ -219,7 +219,7 @@ def leaves_of(measured: Measured, peak: Peak) -> list[Leaf]:
 def leaf_of(share: Share, peak: Peak, colour: str, light: bool) -> Leaf:
     size = f"{format_bytes(share.n_bytes)} ({format_share(share.n_bytes / peak.n_bytes)})"
     named = share.module or share.where
-    detail = f"{share.category}, {size}" if named else f"{size}, {NOBODY}"
+    detail = f"{share.category}, {size}" if named else f"{size}, {NO_MODULE}"
     label = named or share.category
     return Leaf(share.n_bytes, colour, label, detail, light, share.category)
 

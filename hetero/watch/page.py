@@ -9,10 +9,11 @@ from functools import cache
 from importlib.resources import files
 from pathlib import Path
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import Environment
 from markupsafe import Markup
 
 from hetero.report.run import storing
+from hetero.report.templating import templates
 from hetero.report.words import format_seconds
 from hetero.types import format_bytes
 from hetero.version import __version__
@@ -53,13 +54,7 @@ def render(report: Report) -> str:
 @cache
 def pages() -> Environment:
     """Return the templates with their words."""
-    made = Environment(
-        loader=PackageLoader("hetero.watch"),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=StrictUndefined,
-    )
+    made = templates("hetero.watch")
     made.filters.update(bytes=format_bytes, seconds=format_seconds, described=described, cut=cut)
     made.globals.update(USES=tuple(MemoryUse), MEANING=MEANING, MOST=MOST, WIDE=WIDE, HIGH=HIGH)
     return made

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hetero.internals import TorchDispatchMode, current_mode
+from hetero.internals import LookingMode, current_mode
 from hetero.train.activations.meter import tensors_in
 from hetero.watch.owners import Owned, storage_of
 from hetero.watch.picture import OUTSIDE, HeldStorage, MemoryUse, Picture, picture
@@ -39,15 +39,13 @@ class SampledStorage:
         self.ref: weakref.ref[torch.UntypedStorage]
 
 
-class Sample(TorchDispatchMode):
+class Sample(LookingMode):
     """Sees the storages on one device that the operations of a step make, read and free.
 
     Args:
         path: the modules whose calls are open.
         names: of modules, by id.
     """
-
-    supports_higher_order_operators = True  # their inner results are seen when they come out
 
     def __init__(
         self,
@@ -57,7 +55,7 @@ class Sample(TorchDispatchMode):
         path: list[nn.Module],
         names: dict[int, str],
     ) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch's modes have no types
+        super().__init__()
         self.step = step
         self.place = place
         self.making = MemoryUse.ACTIVATIONS
@@ -71,18 +69,10 @@ class Sample(TorchDispatchMode):
         self._blocks: dict[int, SampledStorage] = {}
         self._changes: list[tuple[SampledStorage, int]] = []
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # the guard against compiling would cost more than the counting
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True  # compiled code stays compiled: its numbers would change
-
     def open(self, owners: Iterable[Owned]) -> None:
         """Begin; owners are those of what is there already."""
         self.settle(owners)
-        self.__enter__()  # type: ignore[no-untyped-call]  # torch's modes have no types
+        self.__enter__()
 
     def close(self) -> bool:
         """End; returns whether the mode is off, too. If not, it only passes operations on."""

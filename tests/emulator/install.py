@@ -76,7 +76,7 @@ def record_streams(extension: ModuleType) -> None:
         else:
             plain(self, stream)
 
-    torch.Tensor.record_stream = record  # type: ignore[method-assign,assignment]
+    torch.Tensor.record_stream = record  # type: ignore[method-assign,assignment]  # takes our streams
 
 
 def label_copies(extension: ModuleType) -> None:
@@ -96,7 +96,7 @@ def label_copies(extension: ModuleType) -> None:
         finally:
             extension.restore_label(old)
 
-    CudaDevice.copy = labelled  # type: ignore[method-assign]
+    CudaDevice.copy = labelled  # type: ignore[method-assign]  # for this process
 
 
 def caller() -> str:

@@ -15,7 +15,7 @@ from hetero.errors import BudgetError
 from hetero.train.update.kernel import join
 from hetero.types import Lane, Tier
 from tests.emulator import fake
-from tests.equivalence.blocks import EACH, UNITS, Run
+from tests.equivalence.blocks import EACH, UNITS, Run, check_save_under_way
 
 
 @pytest.fixture(autouse=True)
@@ -133,15 +133,7 @@ def test_frames_that_were_filled_and_never_read_are_rewritten_after_that(watched
 def test_a_save_reads_them_while_training_goes_on(tmp_path: Path, watched: None) -> None:
     run = run_on(None)
     six_steps(run)
-    expected = run.bits()
-    saving = hetero.save_checkpoint(tmp_path / "c", run.model, run.optimizer, asynchronous=True)
-    run.step(6)
-    saving.wait()
-    again = run_on(None)
-    hetero.load_checkpoint(tmp_path / "c", again.model, again.optimizer)
-    assert again.bits() == expected
-    again.step(6)
-    assert again.bits() == run.bits()
+    check_save_under_way(run, run_on(None), tmp_path)
 
 
 def test_release_leaves_nothing_on_the_device(watched: None) -> None:

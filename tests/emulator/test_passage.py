@@ -26,7 +26,7 @@ from tests.emulator.test_hbm_homes import (
     without_digests,
 )
 from tests.emulator.test_kernels import kernels
-from tests.equivalence.blocks import UNIT, UNITS, Run
+from tests.equivalence.blocks import UNIT, UNITS, Run, check_save_under_way
 from tests.nvrtc import host
 
 __all__ = ["kernels", "without_digests"]  # fixtures
@@ -101,13 +101,7 @@ def test_states_that_may_not_be_page_locked_are_updated_at_home(watched: None) -
 def test_a_save_reads_states_while_updates_pass(tmp_path: Path, watched: None) -> None:
     run = run_on(False, passing=0.5)
     six_steps(run)
-    expected = run.bits()
-    saving = hetero.save_checkpoint(tmp_path / "c", run.model, run.optimizer, asynchronous=True)
-    run.step(6)
-    saving.wait()
-    again = run_on(False)
-    hetero.load_checkpoint(tmp_path / "c", again.model, again.optimizer)
-    assert again.bits() == expected
+    check_save_under_way(run, run_on(False), tmp_path)
 
 
 def test_release_gives_back_slots_and_pages(watched: None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,6 +36,17 @@ class Blocks(nn.Module):
         for block in self.blocks:
             x = torch.tanh(block(x))
         return x
+
+
+class OneMatrix(nn.Module):
+    """A unit of one matrix."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x))
 
 
 class Run:
@@ -95,3 +107,15 @@ class Run:
             found += [torch.as_tensor(kept[k]) for k in sorted(kept)]
         found += state.get("masters", {}).values()
         return b"".join(raw(v.detach().cpu().clone()).numpy().tobytes() for v in found)
+
+
+def check_save_under_way(run: Run, again: Run, folder: Path) -> None:
+    """Save while the next step is made; another run that loads it is where the save began."""
+    expected = run.bits()
+    save = hetero.save_checkpoint(folder / "c", run.model, run.optimizer, asynchronous=True)
+    run.step(6)
+    save.wait()
+    hetero.load_checkpoint(folder / "c", again.model, again.optimizer)
+    assert again.bits() == expected
+    again.step(6)
+    assert again.bits() == run.bits()

@@ -14,7 +14,7 @@ from hetero.device import SimDevice
 from hetero.errors import BudgetError, OutOfMemory
 from hetero.train.engine.tuning import Tuning
 from hetero.types import Kind, Lane, Tier
-from tests.equivalence.blocks import SOME, UNIT, UNITS, WIDTH, Run
+from tests.equivalence.blocks import SOME, UNIT, UNITS, WIDTH, Run, check_save_under_way
 from tests.equivalence.harness import adamw, compare, measure
 from tests.equivalence.zoo import BY_NAME, CASES, Case
 
@@ -172,13 +172,7 @@ def test_a_checkpoint_is_the_same_wherever_homes_are(tmp_path: Any) -> None:
 def test_a_checkpoint_saved_while_it_trains_has_the_step_it_was_taken_at(tmp_path: Any) -> None:
     run = sim_run(SOME)
     six_steps(run)
-    expected = run.bits()
-    save = hetero.save_checkpoint(tmp_path / "c", run.model, run.optimizer, asynchronous=True)
-    run.step(6)
-    save.wait()
-    again = sim_run(SOME)
-    hetero.load_checkpoint(tmp_path / "c", again.model, again.optimizer)
-    assert again.bits() == expected
+    check_save_under_way(run, sim_run(SOME), tmp_path)
 
 
 def test_release_gives_back_weights_and_states() -> None:

@@ -15,7 +15,7 @@ from hetero.jobs import Worker
 from hetero.train.engine.paged import Paged
 from hetero.train.update.passage import Passage
 from hetero.types import Kind, Lane, Tier
-from tests.equivalence.blocks import SOME, UNIT, UNITS, WIDTH, Run
+from tests.equivalence.blocks import SOME, UNIT, UNITS, WIDTH, Run, check_save_under_way
 
 SLICES = 14 * UNIT  # bytes that a unit's update reads: weights, low halves, gradients, two states
 
@@ -188,15 +188,7 @@ def test_an_error_on_the_way_surfaces_as_that_of_an_update_at_home(
 def test_a_checkpoint_is_the_same_whatever_passes(tmp_path: Any) -> None:
     run = alone(1.0)
     six_steps(run)
-    expected = run.bits()
-    save = hetero.save_checkpoint(tmp_path / "c", run.model, run.optimizer, asynchronous=True)
-    run.step(6)
-    save.wait()
-    again = sim_run(None)
-    hetero.load_checkpoint(tmp_path / "c", again.model, again.optimizer)
-    assert again.bits() == expected
-    again.step(6)
-    assert again.bits() == run.bits()
+    check_save_under_way(run, sim_run(None), tmp_path)
 
 
 def test_release_gives_back_weights_states_and_slots() -> None:

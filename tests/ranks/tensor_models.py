@@ -301,3 +301,19 @@ def difference(found: Trained, expected: Trained) -> list[str]:
     if found.norms != expected.norms:
         odd.append(f"norms {found.norms} {expected.norms}")
     return odd
+
+
+def tiny_llama() -> Any:
+    """Return a Llama of transformers, the same one on all ranks."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    return LlamaForCausalLM(config)

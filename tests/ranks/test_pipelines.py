@@ -21,6 +21,7 @@ from hetero.api import status
 from hetero.errors import BudgetError, ConfigError, HeteroError, RankLost, StateError
 from hetero.internals import stages_of
 from hetero.testing.ranks import Died, outcomes, run_ranks
+from tests.equivalence.blocks import OneMatrix
 
 D, RANKS, MICRO_BATCHES, STEPS = 32, 2, 4, 4
 HBM = {1: 36 * 1024, 2: 58 * 1024}
@@ -42,20 +43,9 @@ UPDATES = ("sgd", "adamw", "clipped")
 SETTINGS = {"device": "cpu:sim", "chunk_bytes": 1024, "timeout_seconds": 20, "mesh": {"pp": RANKS}}
 
 
-class Block(nn.Module):
-    """A unit of one matrix."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(D, D, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(self.linear(x))
-
-
 def stage_of(index: int) -> nn.Module:
     torch.manual_seed(index)
-    return nn.Sequential(*(Block() for _ in range(BLOCKS[index])))
+    return nn.Sequential(*(OneMatrix(D) for _ in range(BLOCKS[index])))
 
 
 class Case(NamedTuple):
@@ -298,14 +288,14 @@ class Named(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.block = Block()
+        self.block = OneMatrix(D)
 
     def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
         return {"x": self.block(x)}
 
 
 def named_output(rank: int) -> None:
-    model: Any = nn.ModuleList([Block() if rank else Named()])
+    model: Any = nn.ModuleList([OneMatrix(D) if rank else Named()])
     model, _ = hetero.prepare(model, optimizer_of(model, "sgd"), hbm=HBM[2], **SETTINGS)
     stepped(scheduled("Schedule1F1B", model, rank), rank, batch(0, 0))
 

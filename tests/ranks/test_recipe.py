@@ -15,7 +15,7 @@ import hetero
 from hetero.errors import ConfigError
 from hetero.parallel.tensor import parallelize
 from hetero.testing.ranks import run_ranks
-from tests.ranks.tensor_models import LM, difference, found_in, whole
+from tests.ranks.tensor_models import LM, difference, found_in, tiny_llama, whole
 
 
 def lm(rank: int) -> tuple[str, float]:
@@ -70,18 +70,7 @@ def test_what_ranks_do_not_divide_is_refused_by_name() -> None:
 
 
 def llama(rank: int, hbm: int | None) -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-    )
-    model: Any = LlamaForCausalLM(config).train()
+    model: Any = tiny_llama().train()
     words = torch.randint(0, 64, (2, 8), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         expected = model(input_ids=words).logits

@@ -34,6 +34,7 @@ from tests.ranks.tensor_models import (
     masters_by_torch,
     mesh_of,
     micro_batches_by_torch,
+    tiny_llama,
     torch_clip,
     train,
     weights_of,
@@ -341,18 +342,7 @@ def compared_grids(rank: int) -> tuple[list[str], int]:
 
 @pytest.mark.slow  # transformers is imported, and loads the model three times on each rank
 def test_a_llama_of_transformers_is_paged_under_its_own_plan(tmp_path: Path) -> None:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-    )
-    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    tiny_llama().save_pretrained(tmp_path)
     for odd, n_parts, evictions in run_ranks(2, compared_llamas, str(tmp_path)):
         assert not odd
         assert n_parts > 20

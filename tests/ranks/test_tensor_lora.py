@@ -22,6 +22,7 @@ from tests.ranks.tensor_models import (
     differing,
     found_in,
     mesh_of,
+    tiny_llama,
     weights_of,
 )
 from tests.ranks.tensor_models import train as train_lm
@@ -83,18 +84,7 @@ def compared(rank: int, folder: Path, saved: Path, frozen: str) -> tuple[list[st
 @pytest.mark.slow  # transformers loads the model three times on each rank
 @pytest.mark.parametrize("frozen", ["keep", "nf4"])
 def test_adapters_of_a_divided_model_train_as_in_torch(frozen: str, tmp_path: Path) -> None:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-    )
-    LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
+    tiny_llama().save_pretrained(tmp_path / "model")
     found = run_ranks(2, compared, tmp_path / "model", tmp_path / "saved", frozen)
     for odd, n_parts, evictions in found:
         assert not odd

@@ -112,7 +112,7 @@ def test_the_wheel_zooms_with_ctrl_and_scrolls_without(shown: Browser) -> None:
     spread = "document.querySelector('#range').textContent"
     whole = shown.ask(spread)
 
-    assert shown.ask(turn % "false") is True  # nobody took it: the page scrolls
+    assert shown.ask(turn % "false") is True  # not taken: the page scrolls
     assert shown.ask(spread) == whole
     assert shown.ask(turn % "true") is False
     assert shown.ask(spread) != whole

@@ -14,17 +14,9 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 import hetero
 from hetero.api import engine_of, status
 from hetero.train.gradients.slot import LazyGrad
+from tests.equivalence.blocks import OneMatrix
 
 D, STEPS = 32, 5
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(D, D, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(self.linear(x))
 
 
 def by_hand(model: nn.Module, x: torch.Tensor) -> None:
@@ -56,7 +48,7 @@ def trained(
 ) -> list[torch.Tensor]:
     """Train in two micro-batches a step; return the weights."""
     torch.manual_seed(0)
-    model: Any = nn.Sequential(*(Block() for _ in range(8))).to(dtype)
+    model: Any = nn.Sequential(*(OneMatrix(D) for _ in range(8))).to(dtype)
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
     if settings:
         model, optimizer = hetero.prepare(model, optimizer, **settings)
@@ -137,7 +129,7 @@ def test_a_gradient_whose_base_is_held_counts_as_it_is_at_the_step() -> None:
 
 def test_the_half_of_a_pass_that_is_for_weights_alone_is_measured() -> None:
     torch.manual_seed(0)
-    model: Any = nn.Sequential(*(Block() for _ in range(8)))
+    model: Any = nn.Sequential(*(OneMatrix(D) for _ in range(8)))
     settings = {"device": "cpu:sim", "hbm": 28 * 1024, "chunk_bytes": 1024}
     model, _ = hetero.prepare(model, torch.optim.SGD(model.parameters()), **settings)
     by_halves(model, torch.randn(1, D))

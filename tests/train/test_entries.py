@@ -11,17 +11,9 @@ from torch import nn
 import hetero
 from hetero.api import engine_of, status
 from hetero.train.model.units import entries_of, find_units
+from tests.equivalence.blocks import OneMatrix
 
 D, STEPS = 32, 6
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(D, D, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(self.linear(x))
 
 
 class Stage(nn.Module):
@@ -29,7 +21,7 @@ class Stage(nn.Module):
 
     def __init__(self, n_blocks: int) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(n_blocks))
+        self.blocks = nn.ModuleList(OneMatrix(D) for _ in range(n_blocks))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
@@ -50,7 +42,7 @@ def test_blocks_are_the_units_of_parts_that_are_alike() -> None:
 
 def test_the_parts_of_a_model_without_a_forward_are_called_in_its_place() -> None:
     model = parts()
-    nested = nn.ModuleDict({"a": model, "b": nn.Dropout(), "c": Block()})
+    nested = nn.ModuleDict({"a": model, "b": nn.Dropout(), "c": OneMatrix(D)})
 
     assert entries_of(model) == list(model)
     assert entries_of(nested) == [*model, nested["c"]]

@@ -16,26 +16,16 @@ import hetero
 from hetero.api import engine_of, status
 from hetero.device import SimDevice
 from hetero.plan.schedule import Shape, verify
+from tests.equivalence.blocks import OneMatrix
 from tests.equivalence.harness import adamw, same, values
 
 D, UNITS, FORWARDS = 32, 6, 4
 UNIT_BYTES = 4 * D * D
 
 
-class Block(nn.Module):
-    """A unit of one matrix."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(D, D, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(self.linear(x))
-
-
 def stack() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(*(Block() for _ in range(UNITS)))
+    return nn.Sequential(*(OneMatrix(D) for _ in range(UNITS)))
 
 
 Loop = Callable[[nn.Module, list[torch.Tensor]], None]

@@ -13,7 +13,7 @@ import torch
 
 from hetero.device import Device
 from hetero.functional.head import has_memory
-from hetero.internals import RUN_BACKWARD, Replacement, TorchDispatchMode, current_mode, tree_iter
+from hetero.internals import RUN_BACKWARD, DispatchMode, Replacement, current_mode, tree_iter
 from hetero.train.activations.allocator import MARGIN, AllocatorMeter
 from hetero.train.activations.held import GraphFootprint
 from hetero.train.model.binding import without_faults
@@ -128,7 +128,7 @@ class BoundMeter(Uninterrupted):
         self._footprint.restart()
 
 
-class LiveBytes(TorchDispatchMode):
+class LiveBytes(DispatchMode):
     """Counts the bytes of storages made by operations, while they live.
 
     Storages made before, and those of ``known`` tensors, are not counted.
@@ -148,7 +148,7 @@ class LiveBytes(TorchDispatchMode):
         passing: Callable[[], Iterable[torch.Tensor]] = tuple,
         wrappers: tuple[type, ...] = (),
     ) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch's modes have no types
+        super().__init__()
         self.live = 0
         self.peak = 0
         self.recent = 0  # the peak since the last reset

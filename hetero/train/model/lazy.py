@@ -55,7 +55,7 @@ class Lazy(torch.Tensor):
     def __init__(self, *_: Any) -> None:
         super().__init__()
 
-    def __repr__(self, **_: Any) -> str:  # type: ignore[override]  # as in faults
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]  # mypy sees no name of torch's
         return repr(self.slot.read())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:

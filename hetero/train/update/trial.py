@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from hetero.errors import ConfigError
-from hetero.internals import TorchDispatchMode
+from hetero.internals import DispatchMode
 from hetero.train.model.binding import without_faults
 from hetero.train.update.rules import (
     ELEMENTWISE,
@@ -380,11 +380,11 @@ class _Trial:
         _refuse(self._rule, reason)
 
 
-class _Apart(TorchDispatchMode):
+class _Apart(DispatchMode):
     """Keeps a trial off the model's own parameters."""
 
     def __init__(self, params: Sequence[torch.Tensor]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch's modes have no types
+        super().__init__()
         self.held = {id(p): p for p in params}
         self._places = {p.untyped_storage()._cdata for p in params}
 
