@@ -41,7 +41,7 @@ ALWAYS = {RING_FULL, LAST_GRADIENTS, UNUSED}
 the last ones: the emulator's copies land as late as they can."""
 OFFLOADING = {OFFLOADED, TURNED, ALONE}
 ADDENDS = Place("gradients/crossing.py", "cross")
-SUM = Place("gradients/ring.py", "bring_up")
+SUM = Place("gradients/ring.py", "brought_up")
 NORM_OF_RANKS = Place("gradients/slot.py", "norm_of")
 TOLD = Place("gradients/shared.py", "share_norms")
 SUMMED = Place("gradients/device_sums.py", "add")

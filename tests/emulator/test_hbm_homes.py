@@ -168,3 +168,24 @@ def test_memory_that_neither_tier_has_is_said_before_anything_is_touched(watched
     with pytest.raises(BudgetError, match="HOST must hold") as caught:
         run_on(None, host=EACH)
     assert caught.value.needed_bytes > EACH
+
+
+def test_a_sum_that_comes_up_for_its_norm_is_within_hbm(watched: None) -> None:
+    """Frames, which have all that activations leave, give way to it."""
+    before = fake.cuda().memory_allocated()
+    hbm = 40_000
+    run: Any = run_on(False, hbm=hbm)
+    ledger = run.engine.setup.ledger
+    numbers = 512 * sum(1 for _ in run.model.parameters())  # a norm each, in the allocator's blocks
+    for number in range(5):
+        for part in range(2):
+            run.backward(10 * number + part)
+        largest = 4 * max(s.spec.numel for _, s in run.engine.setup.blueprint.layout.home)
+        room = hbm - ledger.used(Tier.HBM)
+        fake.load().reset_peak()
+        run.optimizer.clip_grad_norm_(0.5)
+        assert fake.cuda().max_memory_allocated() - before <= hbm + numbers
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+    assert room < largest  # else there was nothing to give way
+    assert ledger.peak(Tier.HBM) <= hbm

@@ -71,6 +71,7 @@ class Paged:
             *(setup, setup.device, self.link),
             early=self.may_be_early,
             growing=ask_unless_gone(self, growing, nullcontext()),
+            lifting=ask_unless_gone(self, lifting, nullcontext()),
         )
         self.manager = manager = make_manager(
             setup,
@@ -299,6 +300,11 @@ def growing(paged: Paged, n_bytes: int) -> AbstractContextManager[None]:
     """Make room on HBM for a new home, and let the caller make it inside."""
     paged.hbm.room.make_room(n_bytes)
     return paged.hbm.rehoming.growing()
+
+
+def lifting(paged: Paged, n_bytes: int) -> AbstractContextManager[None]:
+    """Make room on HBM for a copy of a gradient at home, inside."""
+    return paged.hbm.room.lifted(n_bytes)
 
 
 def make_manager(

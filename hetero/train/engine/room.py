@@ -6,7 +6,8 @@ One place changes the number of frames and charges activations: `apply` at a bor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple, Protocol
 
 from hetero.errors import OutOfMemory
@@ -233,6 +234,23 @@ class Room:
         with host_work():
             self.lower(self.frames_beside(taken))
             self.homes.give_way(taken - self.n_bytes)
+
+    @contextmanager
+    def lifted(self, n_bytes: int) -> Iterator[None]:
+        """Let a copy of a gradient at home be on HBM inside, while nothing computes.
+
+        Frames give way to it where activations leave too little. Raises OutOfMemory if all of them
+        are too few.
+        """
+        taken = self._meter.live_bytes() + n_bytes
+        if not self.fits(taken):
+            raise self.budget.refusal(taken, where=" with a gradient whose norm is taken")
+        more = max(0, taken - self.budget.activation_bytes)
+        self._ledger.charge(Tier.HBM, Kind.GRAD, more, "a gradient whose norm is taken")
+        try:
+            yield
+        finally:
+            self._ledger.credit(Tier.HBM, Kind.GRAD, more)
 
     def from_homes(self) -> int:
         """Return how many frames there may be apart from the others, in the place of homes."""

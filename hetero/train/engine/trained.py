@@ -46,14 +46,16 @@ class Trained:
         *,
         early: bool,
         growing: Growing = standing,
+        lifting: Growing = standing,
     ) -> Trained:
         """Take gradients from ``device``.
 
         ``early`` says whether updates begin in backward; ``growing`` is entered while gradients
-        on HBM take more bytes.
+        on HBM take more bytes, ``lifting`` while one at home has a copy there.
         """
         cores = Cores(setup.worker.n_threads)
-        grads = make_grads(setup, device, link, cores, early=early, growing=growing)
+        room = {"growing": growing, "lifting": lifting}
+        grads = make_grads(setup, device, link, cores, early=early, **room)
         passage = Passage(device, link, setup.ledger)
         stepper = None
         if setup.inner is not None:
@@ -98,6 +100,7 @@ def make_grads(
     *,
     early: bool,
     growing: Growing,
+    lifting: Growing,
 ) -> GradStore:
     trainable = [bucket for bucket in setup.buckets if bucket.trainable]
     ring = GradRing(
@@ -106,6 +109,7 @@ def make_grads(
         setup.ledger,
         sizes_bytes=[s.spec.numel * b.dtype.itemsize for b in trainable for s in b.segments],
         most_bytes=max((bucket.n_bytes for bucket in trainable), default=0),
+        lifting=lifting,
     )
     make: Callable[..., GradStore] = GradStore
     if setup.comm.size > 1:

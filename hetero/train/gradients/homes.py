@@ -16,11 +16,11 @@ from hetero.types import Kind, noop
 
 GRAD, WIDE = Kind.GRAD.value, "grad32"
 Growing = Callable[[int], AbstractContextManager[None]]
-"""Makes room on HBM for so many bytes of a home, which is made inside."""
+"""Makes room on HBM for so many bytes, which are taken inside."""
 
 
 def standing(n_bytes: int) -> AbstractContextManager[None]:
-    """No home is on HBM: none grows there."""
+    """Nothing on HBM gives way: there is room."""
     return nullcontext()
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import chain
 
 import torch
@@ -18,6 +19,7 @@ from hetero.memory.layout import row
 from hetero.memory.ledger import Ledger
 from hetero.memory.link import Link
 from hetero.memory.transfers import Landing, Pending, Transfers
+from hetero.train.gradients.homes import Growing, standing
 from hetero.types import Kind, Lane, Tier
 
 N_STAGES = 8  # pieces on their way or being added
@@ -57,6 +59,7 @@ class GradRing:
         sizes_bytes: of the tensors that may come.
         most_bytes: of held sources, if there is room; `limit_bytes` may be set lower, and 0 waits
             for every copy.
+        lifting: makes room on the device for a copy of a gradient that is at home.
     """
 
     def __init__(
@@ -67,7 +70,9 @@ class GradRing:
         *,
         sizes_bytes: Sequence[int],
         most_bytes: int,
+        lifting: Growing = standing,
     ) -> None:
+        self._lifting = lifting
         self.limit_bytes = most_bytes
         self.most_bytes = most_bytes
         self._was_used = False
@@ -135,21 +140,27 @@ class GradRing:
         self._was_used = True
         self.poll()
 
-    def bring_up(self, home: torch.Tensor, place: torch.device, *, bucket: int) -> torch.Tensor:
-        """Return a gradient on HOST as the device's kernels may read it: a copy up, which has
-        landed, so that a job may write the home."""
+    @contextmanager
+    def brought_up(
+        self, home: torch.Tensor, place: torch.device, *, bucket: int
+    ) -> Iterator[torch.Tensor]:
+        """Yield a gradient on HOST as the device's kernels may read it inside the block: a copy up,
+        which has landed, so that a job may write the home."""
         if not self._device.is_cuda:
-            return home
-        up = torch.empty_strided(home.shape, home.stride(), dtype=home.dtype, device=place)
-        ticket = self._link.move(
-            *(Lane.H2D, row(up).view(torch.uint8), row(home).view(torch.uint8)),
-            kind=Kind.GRAD,
-            after=(self._device.mark(),),
-            bucket=bucket,
-            why="norm",
-        )
-        self._link.sync(ticket, kind=Kind.GRAD, bucket=bucket)
-        return up
+            yield home
+            return
+        with self._lifting(home.nbytes):
+            up = torch.empty_strided(home.shape, home.stride(), dtype=home.dtype, device=place)
+            ticket = self._link.move(
+                *(Lane.H2D, row(up).view(torch.uint8), row(home).view(torch.uint8)),
+                kind=Kind.GRAD,
+                after=(self._device.mark(),),
+                bucket=bucket,
+                why="norm",
+            )
+            self._link.sync(ticket, kind=Kind.GRAD, bucket=bucket)
+            yield up
+            del up  # before what gave way for it comes back
 
     @property
     def useful_bytes(self) -> int:

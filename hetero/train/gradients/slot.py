@@ -329,11 +329,12 @@ class GradSlot:
     def home_norm(self, ord: float) -> torch.Tensor:
         """Take the norm of the bytes at home, on the device, as torch does of ``p.grad``: whichever
         tier they are on, its bits are the same."""
-        owner, home = self.owner, self.stored()
-        if not self.home.on_device or self.home.is_share:  # whose parts meet on HOST
-            bucket = owner.homes.layout.bucket(self.segment)
-            home = owner.ring.bring_up(home, owner.place, bucket=bucket.id)
-        return whole_norm(home, ord, in_fp32=self.has_master)
+        owner, home, in_fp32 = self.owner, self.stored(), self.has_master
+        if self.home.on_device and not self.home.is_share:  # whose parts meet on HOST
+            return whole_norm(home, ord, in_fp32=in_fp32)
+        bucket = owner.homes.layout.bucket(self.segment)
+        with owner.ring.brought_up(home, owner.place, bucket=bucket.id) as up:
+            return whole_norm(up, ord, in_fp32=in_fp32)
 
     def defer(self, factors: Factors) -> None:
         """Leave a multiplication to the update: ``factors`` are those that now pend."""
