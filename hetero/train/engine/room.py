@@ -95,6 +95,12 @@ class LiveMeter(Protocol):
     def live_bytes(self) -> int:
         """Return the bytes that are alive."""
 
+    def computes(self) -> None:
+        """What is taken from now on is this model's."""
+
+    def rests(self) -> None:
+        """Nothing computes: what was taken is counted."""
+
     def lend(self) -> None:
         """Nothing computes: measure nothing until `resume`."""
 
@@ -242,14 +248,17 @@ class Room:
         Frames give way to it where activations leave too little. Raises OutOfMemory if all of them
         are too few.
         """
+        self._meter.rests()  # from here on, apart from what backward had
         taken = self._meter.live_bytes() + n_bytes
         if not self.fits(taken):
             raise self.budget.refusal(taken, where=" with a gradient whose norm is taken")
         more = max(0, taken - self.budget.activation_bytes)
         self._ledger.charge(Tier.HBM, Kind.GRAD, more, "a gradient whose norm is taken")
+        self._meter.computes()  # it counts: from the next border on it has room
         try:
             yield
         finally:
+            self._meter.rests()
             self._ledger.credit(Tier.HBM, Kind.GRAD, more)
 
     def from_homes(self) -> int:
