@@ -193,19 +193,19 @@ def checked(given: Mapping[str, Any], known: Iterable[str]) -> dict[str, Any]:
     """Return clean settings, or raise one ConfigError with all problems."""
     known = list(known)
     problems: list[str] = []
-    advices: list[str] = []
+    advised: list[str] = []
     clean: dict[str, Any] = {}
     for key, value in given.items():
         try:
             clean[key] = checked_one(key, value, known)
         except ConfigError as error:
             problems.append(error.args[0])
-            advices.append(error.advice)
+            advised.append(error.advice)
     for problem in contradictions(clean):
         problems.append(problem)
-        advices.append("leave one of the two out")
+        advised.append("leave one of the two out")
     if problems:
-        raise ConfigError("; ".join(problems), advice="; ".join(dict.fromkeys(advices)))
+        raise ConfigError("; ".join(problems), advice="; ".join(dict.fromkeys(advised)))
     return clean
 
 

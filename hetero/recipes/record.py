@@ -10,7 +10,7 @@ from torch import nn
 
 from hetero.report.examine import PAGE
 from hetero.report.make import report
-from hetero.report.profile import profile
+from hetero.report.profile import Profile, profile
 
 MOST_STEPS = 32  # enough to see the steady state; a long run is not recorded for ever
 
@@ -28,21 +28,25 @@ class Recording:
         """Why there is no report; empty if nothing failed."""
         self.steps = 0
         self._model = model
+        self._profile: Profile | None = None
         self._open = ExitStack()
 
     def __enter__(self) -> Recording:
         if self.directory is not None:
             with self._trying():
-                self._open.enter_context(profile(self._model, self.directory))
+                self._profile = self._open.enter_context(profile(self._model, self.directory))
         return self
 
     def __exit__(self, *raised: object) -> None:
         self.stop()
 
-    def count_step(self) -> None:
-        """Count a step; after `MOST_STEPS` stop recording."""
+    def count_step(self, **values: float) -> None:
+        """Count a step, and note what it came to; after `MOST_STEPS` stop recording."""
         if self.steps < MOST_STEPS:
             self.steps += 1
+            if self._profile is not None and not self.problem:
+                with self._trying():
+                    self._profile.note(**values)
             if self.steps == MOST_STEPS:
                 self.stop()
 

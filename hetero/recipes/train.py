@@ -208,8 +208,9 @@ class TrainRun:
         options, done = self.options, self.progress
         began = time.perf_counter() - done.seconds
         while done.steps < self.steps:
+            before = done.tokens
             lr, norm = self.step()
-            self.recording.count_step()
+            self.recording.count_step(loss=done.losses[-1], tokens=done.tokens - before)
             done.seconds = time.perf_counter() - began
             report = self.report(lr, norm)
             log(report.figures(), report.step)

@@ -82,7 +82,7 @@ def render(
     script = "\n".join((licence(), asset("uplot/uPlot.iife.min.js"), asset("report.js")))
     meta = measured.meta
     size = f"{meta.n_params:,} parameters" if meta.n_params else ""
-    about = (size, meta.device, meta.mode, meta.precision, meta.kind)
+    about = (size, meta.device, meta.mode, meta.precision, meta.kind, meta.program, meta.began)
     return (
         pages()
         .get_template("page.html")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import platform
+import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields, replace
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -110,8 +112,13 @@ def profile(
         >>> run.load().meta.model
         'Linear'
     """
-    with _alone(), _watching(model, optimizer) as (log, meta):
+    with _alone(), _watching(model, optimizer) as (log, described):
         folder = Path(directory or tempfile.mkdtemp(prefix="hetero-run-"))
+        began = f"{datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC"
+
+        def meta() -> Meta:
+            return replace(described(), began=began, program=program())
+
         recorder = Recorder(log, folder, meta())
         if plan is not None:
             plan.write_beside(folder)
@@ -158,6 +165,12 @@ def _watching(
     finally:
         engine.setup.device.watch(False)
         engine.setup.log.annotates = False
+
+
+def program() -> str:
+    """Return the name of what runs: a script's file, or a package that is run as one."""
+    path = Path(sys.argv[0] if sys.argv else "")
+    return path.parent.name if path.name == "__main__.py" else path.name
 
 
 def meta_of(engine: Engine) -> Meta:

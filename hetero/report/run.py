@@ -105,6 +105,10 @@ class Meta:
     """That have the model together."""
     mesh: dict[str, int] = field(default_factory=dict)
     """Ranks along each axis; empty for one rank."""
+    began: str = ""
+    """When recording began, as ``2026-11-25 02:10 UTC``; empty: unknown, or nothing ran."""
+    program: str = ""
+    """File name of the script, or the module, that ran; without its arguments."""
     first_seq: int | None = None
     """Number of the first event, so that its loss is noticed; None: unknown."""
 

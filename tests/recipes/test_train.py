@@ -36,6 +36,7 @@ from hetero.recipes.text import (
 from hetero.recipes.train import digest, train
 from hetero.report import examine
 from hetero.report.run import Recorder, Run
+from hetero.report.values import read_values
 
 RUNS = Path(__file__).parent.parent.parent / "runs"
 TINY = GPTConfig(width=32, layers=2, heads=2, context=16)
@@ -288,7 +289,8 @@ def test_a_recorded_run_computes_what_an_unrecorded_one_does(device: str) -> Non
 
 
 def test_a_run_leaves_its_report_beside_its_checkpoints() -> None:
-    result = train(options())
+    run = options()
+    result = train(run)
 
     folder = Path(result.checkpoint).parent / "run"
     assert result.report == str(folder / "report.html")
@@ -298,6 +300,10 @@ def test_a_run_leaves_its_report_beside_its_checkpoints() -> None:
     assert summary["step"]["count"] == 8
     assert recorded_steps(folder) == list(range(8))
     assert (result.recorded_steps, result.report_problem) == (8, "")
+    told = list(read_values(folder))
+    assert [row.value for row in told if row.name == "loss"] == list(result.losses)
+    tokens = [row.value for row in told if row.name == "tokens"]
+    assert tokens == [run.batch * run.accumulate * run.seq] * 8
 
 
 def test_recording_ends_before_a_long_run_does(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -347,3 +347,10 @@ def test_homes_have_their_modules_where_all_of_a_kind_are_in_one_tier() -> None:
     shares = {(s.category, s.module): s.n_bytes for s in made.peaks["HOST"].shares}
     assert shares["state", "blocks.3"] == 2 * n_bytes and ("state", "") not in shares
     assert ("state", "") in {(s.category, s.module) for s in part.peaks["HOST"].shares}
+
+
+def test_the_head_of_a_page_says_what_ran_and_when(measured: Measured) -> None:
+    told = replace(measured.meta, program="train.py", began="2026-11-25 02:10 UTC")
+    page = page_of(replace(measured, run=replace(measured.run, meta=told)))
+    head = page.partition("<header")[2].partition("</h1>")[0]
+    assert "train.py, 2026-11-25 02:10 UTC" in head
