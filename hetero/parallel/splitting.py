@@ -15,6 +15,7 @@ from hetero.errors import ConfigError
 from hetero.parallel.anatomy import Call, Clock, Products, examine, sample
 from hetero.parallel.mesh import STAGES, sizes_of, stage_ranks, world_size
 from hetero.parallel.stages import Cut, Stage, cut_model
+from hetero.parallel.ties import check_ties
 
 V_SHAPED = ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")
 """Schedules of torch whose ranks have two stages each, the first rank the first and the last."""
@@ -75,13 +76,10 @@ class Split:
             return self.kind(
                 there if is_multi(self.kind) else there[0], n_micro_batches, loss_fn, **given
             )
+        except ConfigError:
+            raise
         except ValueError as error:
-            raise ConfigError(
-                f"{n_micro_batches} micro-batches through {self.n_stages} stages:"
-                f" {' '.join(str(error).split())}",
-                advice=f"use {self.n_stages} micro-batches or more, a multiple of it; more also"
-                " shorten the time in which ranks wait",
-            ) from error
+            raise refused(error, n_micro_batches, self.n_stages) from error
 
 
 def split(
@@ -115,7 +113,8 @@ def split(
         stages_per_rank: of schedules that take several; None: two.
         clock: weighs units; None: by their matrix products. `hetero.split` has that of a machine.
 
-    Raises ConfigError for a model that is no chain, or is too short, and for a mesh without stages.
+    Raises ConfigError for a model that is no chain, is too short, or shares a weight between stages
+    of several ranks.
     """
     world = world_size()
     if not world:
@@ -125,15 +124,12 @@ def split(
             " torch.distributed.init_process_group() before",
         )
     n_ranks = sizes_of(mesh, world)[STAGES]
-    if n_ranks == 1:
-        raise ConfigError(
-            f"mesh={mesh!r} has no stages", advice=f"name their number: mesh={{'{STAGES}': 2}}"
-        )
     kind = kind_of(schedule)
     ranks = ranks_of(kind, n_ranks, stages_per_rank)
     bound = {**call_of(model), **(call or {})}
     anatomy = examine(model, sample_of(model, batch, bound), clock or Products(), loss)
     found = cut_model(anatomy, ranks, is_timed=clock is not None)
+    check_ties(model, found)
     mine = found.of_rank(stage_ranks(mesh, world).start // (world // n_ranks))
     return Split(
         cut=found,
@@ -141,6 +137,16 @@ def split(
         indices=tuple(each.index for each in mine),
         kind=kind,
         group=pipeline_group(mesh, world, n_ranks),
+    )
+
+
+def refused(error: ValueError, n_micro_batches: int, n_stages: int) -> ConfigError:
+    """Return what is raised in place of torch's refusal of a number of micro-batches."""
+    said = " ".join(str(error).split())
+    return ConfigError(
+        f"{n_micro_batches} micro-batches through {n_stages} stages: {said}",
+        advice=f"use {n_stages} micro-batches or more, a multiple of it; more also shorten the time"
+        " in which ranks wait",
     )
 
 

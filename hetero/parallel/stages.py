@@ -102,7 +102,8 @@ class Stage(nn.Module):
         self.is_first, self.is_last = own.start == 0, own.has_after
         self.takes_ids = anatomy.takes_ids
         self.call = dict(call)
-        places = {name: at for at, (name, _) in enumerate(model.named_parameters())}
+        named = model.named_parameters(remove_duplicate=False)
+        places = {name: at for at, (name, _) in enumerate(named)}
         self.model = carved(model, self._stand_ins(model, anatomy, own))
         self.order = {name: places[name] for name, _ in self.model.named_parameters()}
         """Of its parameters, by their names in the whole model: their places there."""

@@ -48,7 +48,18 @@ def split(
         loss: of the model's output; it weighs on the last stage.
         stages_per_rank: of schedules that take several; None: two.
 
-    Raises ConfigError for a model that is no chain, or is too short, and for a mesh without stages.
+    Raises ConfigError for a model that is no chain, is too short, or shares a weight between stages
+    of several ranks.
+
+    Example:
+        >>> import torch, hetero
+        >>> from torch.distributed import HashStore, destroy_process_group, init_process_group
+        >>> init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+        >>> model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(8)))
+        >>> found = hetero.split(model, {"pp": 1}, batch=torch.ones(4, 64), profile="rtx4090")
+        >>> found.indices, found.n_stages
+        ((0,), 1)
+        >>> destroy_process_group()
     """
     clock = MachineClock(machine(Config.load(profile=profile)))
     return split_by(

@@ -22,12 +22,20 @@ from hetero.parallel.stages import Cut, Stage, cut_model
 from hetero.recipes.gpt import GPT, GPTConfig
 from hetero.rehearse.named import machine
 from hetero.rehearse.split import MachineClock
-from hetero.testing.ranks import run_ranks
+from hetero.testing.ranks import Died, outcomes, run_ranks
 
 WORDS, WIDTH, BLOCKS, LENGTH = 64, 32, 6, 16
 MICRO_BATCHES, STEPS = 4, 3
 HBM = 130 * 1024
 """Of a rank, whose weights are of 230 KiB on two."""
+
+
+SETTINGS = {
+    "device": "cpu:sim",
+    "chunk_bytes": 1024,
+    "timeout_seconds": 20,
+    "activations": "offload",
+}
 
 
 def gpt(checkpoint_blocks: bool = True) -> nn.Module:
@@ -401,3 +409,50 @@ def test_the_stages_of_a_v_train_as_the_model_in_one_process() -> None:
 @pytest.mark.parametrize("name", ["GPipe", "1F1B"])
 def test_four_ranks_with_a_stage_each_train_as_one_process(name: str) -> None:
     check(4, "gpt", name)
+
+
+# -- tied weights --------------------------------------------------------------------------------
+
+
+def tied_split(rank: int, schedule: str) -> None:
+    config = {"vocab": WORDS, "width": WIDTH, "layers": BLOCKS, "heads": 4, "context": LENGTH}
+    split(GPT(GPTConfig(**config, tied_head=True)), {"pp": 2}, schedule)
+
+
+def test_an_embedding_that_a_head_on_another_rank_uses_is_refused_on_all_ranks() -> None:
+    for each in outcomes(2, tied_split, "Interleaved1F1B"):
+        assert isinstance(each, Died)
+        assert isinstance(each.error, ConfigError), each.text
+        assert "'tokens.weight' and 'head.weight' are one weight" in str(each.error)
+        assert "ranks 0 and 1" in str(each.error)
+
+
+def tied_in_a_v(rank: int, is_prepared: bool) -> dict[str, torch.Tensor]:
+    """Train the stages of a V, of which the first rank has embedding and head."""
+    torch.manual_seed(0)
+    config = {"vocab": WORDS, "width": WIDTH, "layers": BLOCKS, "heads": 4, "context": LENGTH}
+    model = GPT(GPTConfig(**config, tied_head=True, checkpoint_blocks=False))
+    found = split(model, {"pp": 2}, "ZBVZeroBubble", batch=words(0)[:1])
+    stages, optimizer = found.stages, torch.optim.AdamW(found.stages.parameters(), lr=1e-2)
+    if is_prepared:
+        settings = {**SETTINGS, "mesh": {"pp": 2}, "hbm": 2 * HBM}
+        stages, optimizer = hetero.prepare(stages, optimizer, **settings)
+    schedule = found.schedule(MICRO_BATCHES, loss_of)
+    for number in range(STEPS):
+        stepped(found, schedule, words(number))
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: value.clone() for name, value in stages.state_dict().items()}
+
+
+def both_in_a_v(rank: int) -> bool:
+    plain, ours = tied_in_a_v(rank, False), tied_in_a_v(rank, True)
+    if rank == 0:
+        embedding, head = "0.model.tokens.weight", "1.model.head.weight"
+        assert torch.equal(ours[embedding], ours[head])
+    return plain.keys() == ours.keys() and all(torch.equal(plain[n], ours[n]) for n in plain)
+
+
+@pytest.mark.slow
+def test_a_tied_weight_whose_stages_one_rank_has_trains_as_in_plain_stages() -> None:
+    assert run_ranks(2, both_in_a_v) == [True, True]
