@@ -114,7 +114,7 @@ def test_an_adapter_trains_over_a_base_of_half_a_byte_a_parameter(run: Run) -> N
     assert 0.53 < float(said.split(":")[1].split()[0]) < 0.6
 
 
-def launched(script: str, steps: int, folder: Path) -> str:
+def launched(script: str, steps: int, folder: Path, n_ranks: int = 2) -> str:
     """Return what an example printed on two ranks."""
     launch = [
         sys.executable,

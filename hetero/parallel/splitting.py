@@ -36,6 +36,9 @@ class Split:
     group: Any = None
     """The ranks of this one's pipeline; None: all of the process group."""
 
+    def __str__(self) -> str:
+        return str(self.cut)
+
     @property
     def n_stages(self) -> int:
         return len(self.cut.stages)

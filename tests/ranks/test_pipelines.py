@@ -15,11 +15,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, schedules
+from transformers import Trainer, TrainingArguments
 
 import hetero
 from hetero.api import status
 from hetero.errors import BudgetError, ConfigError, HeteroError, RankLost, StateError
+from hetero.integrations.accelerate import HeteroAccelerator
 from hetero.internals import stages_of
+from hetero.recipes.options import TrainOptions
+from hetero.recipes.train import train
 from hetero.testing.ranks import Died, outcomes, run_ranks
 from tests.equivalence.blocks import OneMatrix
 
@@ -406,3 +410,32 @@ def test_a_stage_that_fails_ends_all_ranks(how: str) -> None:
     said = {"error": "no more data", "killed": "it was killed", "stopped": "said nothing for 2 s"}
     assert said[how] in str(mine.error)
     assert isinstance(other, Died)
+
+
+# -- who knows no pipelines ------------------------------------------------------------------------
+
+
+def accelerated(rank: int) -> None:
+    HeteroAccelerator(hetero_plugin={"mesh": {"pp": RANKS}})
+
+
+def by_trainer(rank: int, folder: str) -> None:
+    arguments = TrainingArguments(folder, use_cpu=True, report_to="none")
+    hetero.trainer(Trainer)(stage_of(0), arguments, hetero={"mesh": {"pp": RANKS}})
+
+
+def by_recipe(rank: int) -> None:
+    train(TrainOptions(settings={"mesh": {"pp": RANKS}}, record="none"))
+
+
+def test_those_that_know_no_pipelines_say_what_does(tmp_path: Path) -> None:
+    for who, body, args in (
+        ("accelerate", accelerated, ()),
+        ("accelerate", by_trainer, (str(tmp_path),)),
+        ("hetero train", by_recipe, ()),
+    ):
+        for error in ends(body, *args):
+            assert isinstance(error, ConfigError)
+            assert f"{who} knows no pipelines" in str(error)
+            assert "hetero.split" in error.advice
+            assert "examples/three_d.py" in error.advice

@@ -411,6 +411,41 @@ def test_four_ranks_with_a_stage_each_train_as_one_process(name: str) -> None:
     check(4, "gpt", name)
 
 
+# -- masters ---------------------------------------------------------------------------------------
+
+
+def with_masters(rank: int, n_ranks: int, name: str) -> dict[str, torch.Tensor]:
+    """Train in bf16 with fp32 masters: this rank's stages, or on one rank the whole model."""
+    model, mesh = made("gpt"), {"pp": n_ranks} if n_ranks > 1 else None
+    found = scheduled(model, n_ranks, name, words(0)[:1]) if n_ranks > 1 else None
+    whole: Any = model if found is None else found.stages
+    optimizer = torch.optim.AdamW(whole.parameters(), lr=1e-2)
+    settings = {**SETTINGS, "mesh": mesh, "precision": "bf16", "hbm": HBM}
+    whole, optimizer = hetero.prepare(whole, optimizer, **settings)
+    schedule = found.schedule(MICRO_BATCHES, loss_of) if found is not None else None
+    for number in range(2):
+        if found is not None:
+            stepped(found, schedule, words(number))
+        else:
+            for ids in words(number).chunk(MICRO_BATCHES):
+                (loss_of(whole(ids), ids) / MICRO_BATCHES).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    if found is None:
+        return {name: value.clone() for name, value in whole.state_dict().items()}
+    return {s.in_whole(n): v.clone() for s in whole for n, v in s.state_dict().items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["1F1B", "Interleaved1F1B"])
+def test_stages_with_masters_train_as_the_model_with_masters(name: str) -> None:
+    # that one rank's masters have the bits of plain fp32 masters is proved in tests/equivalence
+    (theirs,) = run_ranks(1, with_masters, 1, name)
+
+    for mine in run_ranks(2, with_masters, 2, name):
+        assert all(torch.equal(value, theirs[name]) for name, value in mine.items())
+
+
 # -- tied weights --------------------------------------------------------------------------------
 
 
