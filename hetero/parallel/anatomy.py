@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -270,9 +271,9 @@ class Look:
     @torch.no_grad()
     def run(self, call: Call) -> None:
         for number, name in enumerate(self._chain):
-            wrap(self._model, name, lambda act, args, kw, n=number: self._link(n, act, args, kw))
+            wrap(self._model, name, partial(self._link, number))
         for name in self._apart:
-            wrap(self._model, name, lambda act, args, kw, at=name: self._other(at, act, args, kw))
+            wrap(self._model, name, partial(self._other, name))
         self._reach.add((call.args, ()))
         with self._reach:
             output = called(self._model, call)
@@ -361,7 +362,7 @@ def weighed(
         return found
 
     for name in names:
-        wrap(model, name, lambda act, args, kw, at=name: around(at, act, args, kw))
+        wrap(model, name, partial(around, name))
     with clock.running(), torch.no_grad():
         output = called(model, call)
         if loss is not None:

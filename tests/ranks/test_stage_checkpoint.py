@@ -181,3 +181,27 @@ def test_each_rank_draws_on_from_its_own_numbers(tmp_path: Path) -> None:
     assert not torch.equal(*before)
     with CheckpointReader.open(tmp_path) as reader:
         assert reader.meta["stage_ranks"] == 2
+
+
+def with_buffer(rank: int, how: str, folder: str) -> torch.Tensor:
+    model = made("gpt")
+    model.register_buffer("seen", torch.zeros(3))
+    model.blocks[5].register_buffer("mine", torch.zeros(2))
+    trainer = Trainer(rank, how, model)
+    if how == "one":
+        hetero.load_checkpoint(folder, trainer.model, trainer.optimizer)
+        return torch.cat([model.seen, model.blocks[5].mine])
+    for name, buffer in trainer.model.named_buffers():
+        buffer.fill_(1.0 + rank + name.endswith("mine"))
+    hetero.save_checkpoint(folder, trainer.model, trainer.optimizer)
+    return torch.empty(0)
+
+
+def test_a_buffer_that_stages_have_is_the_first_rank_s_and_their_own_stay_theirs(
+    tmp_path: Path,
+) -> None:
+    run_ranks(2, with_buffer, "1F1B", str(tmp_path))
+
+    (found,) = run_ranks(1, with_buffer, "one", str(tmp_path))
+
+    assert found.tolist() == [1.0, 1.0, 1.0, 3.0, 3.0]
