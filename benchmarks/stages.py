@@ -33,10 +33,10 @@ from hetero.rehearse.named import machine
 from hetero.rehearse.split import MachineClock
 
 PROFILE, POSITIONS = "h100-sxm", 4096
-CUTS = {"llama-3-8b": (2,), "llama-3-70b": (2, 4)}
+CUTS = {"llama-3-8b": (2, 4), "llama-3-70b": (2, 4)}
 """Ranks of a pipeline, by model."""
-COARSE = {"llama-3-8b": (4,), "llama-3-70b": (8,)}
-"""With stages of so few blocks that one more or less is over 5 %: the best cut is shown."""
+COARSE = {"llama-3-8b": (8,), "llama-3-70b": (8,)}
+"""With stages of so few halves of blocks that one more or less is much: the best cut is shown."""
 
 
 def split(device: str | None = None) -> Figures:

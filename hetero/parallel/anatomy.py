@@ -20,13 +20,20 @@ from torch import nn
 from torch.utils.flop_counter import flop_registry
 
 from hetero.errors import ConfigError
-from hetero.internals import DispatchMode, tree_iter
+from hetero.internals import DispatchMode
+from hetero.parallel.waists import (
+    BLANKS,
+    Narrowing,
+    Waist,
+    storage_of,
+    tensors_of,
+    unwrap,
+    wrap,
+)
 from hetero.plan.cut import Weight
 from hetero.train.model.units import has_params
 
 META = torch.device("meta")
-BLANKS = ("_like", "new_")
-"""In the names of operations whose results take geometry alone from their arguments."""
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
 BY_HAND = "write the stages as modules of their own, and prepare those of a rank in one ModuleList"
 LOSS = "loss"
@@ -64,7 +71,45 @@ class Anatomy:
     takes_ids: bool
     """Whether the model's input is of whole numbers, of which others may stand for any."""
     weights: Mapping[str, Weight]
-    """Of each name, and of `LOSS`."""
+    """Of each name, of modules after a waist, and of `LOSS`."""
+    waists: Mapping[str, Waist] = field(default_factory=dict)
+    """Of blocks that may be cut in two."""
+
+    def items(self) -> list[tuple[str, int]]:
+        """Return what is never cut: a block (0), or its first (1) or second part (2)."""
+        parts = {name: (1, 2) if name in self.waists else (0,) for name in self.chain}
+        return [(name, part) for name in self.chain for part in parts[name]]
+
+    def names(self, item: tuple[str, int]) -> list[str]:
+        """Return the names of the modules of an item."""
+        name, part = item
+        if not part:
+            return [name]
+        waist = self.waists[name]
+        return [f"{name}.{each}" for each in (waist.first if part == 1 else waist.second)]
+
+    def names_of(self, items: Sequence[tuple[str, int]]) -> list[str]:
+        """Return the names of modules, those of a block with both parts as one."""
+        found: list[str] = []
+        for name, part in items:
+            if part == 2 and (name, 1) in items:
+                n = len(self.waists[name].first)
+                found[-n:] = [name]
+            else:
+                found += self.names((name, part))
+        return found
+
+    def weight(self, item: tuple[str, int]) -> Weight:
+        name, part = item
+        whole = self.weights[name]
+        if not part:
+            return whole
+        after = [self.weights[each] for each in self.names((name, 2))]
+        seconds = min(whole.seconds, sum(each.seconds for each in after))
+        n_bytes = sum(each.n_bytes for each in after)
+        if part == 2:
+            return Weight(seconds, n_bytes)
+        return Weight(whole.seconds - seconds, whole.n_bytes - n_bytes)
 
 
 class Clock(Protocol):
@@ -121,6 +166,8 @@ def examine(model: nn.Module, call: Call, clock: Clock, loss: Any = None) -> Ana
     look = Look(twin, chain, apart)
     look.run(call)
     weights = weighed(twin, [*chain, *apart], call, clock, loss)
+    after_waists = [f"{name}.{each}" for name, w in look.waists.items() for each in w.second]
+    weights = {**weighed(twin, after_waists, call, clock, None), **weights}
     in_turn = [*look.places, *(name for name in apart if name not in look.places)]
     after = [name for name in in_turn if look.places.get(name) is not Place.BEFORE]
     first = next((each for each in call.args if isinstance(each, torch.Tensor)), None)
@@ -131,6 +178,7 @@ def examine(model: nn.Module, call: Call, clock: Clock, loss: Any = None) -> Ana
         is_apart=look.is_apart,
         takes_ids=first is not None and not first.is_floating_point(),
         weights=weights,
+        waists=look.waists,
     )
 
 
@@ -246,21 +294,13 @@ class Reach(DispatchMode):
         return found
 
 
-def tensors_of(value: Any) -> Iterator[torch.Tensor]:
-    return (each for each in tree_iter(value) if isinstance(each, torch.Tensor))
-
-
-def storage_of(tensor: torch.Tensor) -> int:
-    place: int = tensor.untyped_storage()._cdata
-    return place
-
-
 class Look:
     """A pass that shows in which order modules run, and what comes to each."""
 
     def __init__(self, model: nn.Module, chain: Sequence[str], apart: Sequence[str]) -> None:
         self.places: dict[str, Place] = {}
         self.is_apart = False
+        self.waists: dict[str, Waist] = {}
         self._model = model
         self._chain = chain
         self._apart = apart
@@ -296,7 +336,10 @@ class Look:
             raise refuse(self._model, f"{name!r} is not given what {before!r} returns")
         if self._reach.has((args[1:], kwargs)):
             raise refuse(self._model, f"{name!r} is given more than one tensor that is computed")
-        found = act(*args, **kwargs)
+        block = self._model.get_submodule(name)
+        found, waist = Narrowing(block, args[0]).run(act, args, kwargs)
+        if waist is not None and number:  # nothing stands before the first block
+            self.waists[name] = waist
         if not isinstance(found, torch.Tensor):
             raise refuse(self._model, f"{name!r} returns {type(found).__name__}, and no tensor")
         self._n += 1
@@ -315,21 +358,6 @@ class Look:
         if place is Place.BEFORE:
             self._reach.add(found)
         return found
-
-
-Around = Callable[[Callable[..., Any], Any, Any], Any]
-
-
-def wrap(model: nn.Module, name: str, around: Around) -> None:
-    """Call ``around(forward, args, kwargs)`` in place of a module's forward."""
-    module = model.get_submodule(name)
-    act = module.forward
-    module.forward = lambda *args, **kwargs: around(act, args, kwargs)
-
-
-def unwrap(model: nn.Module, names: Sequence[str]) -> None:
-    for name in names:
-        vars(model.get_submodule(name)).pop("forward", None)
 
 
 def called(model: nn.Module, call: Call) -> Any:

@@ -18,6 +18,7 @@ from torch import nn
 
 from hetero.errors import ConfigError
 from hetero.parallel.anatomy import LOSS, Anatomy, result_of
+from hetero.parallel.waists import first_of
 from hetero.plan.cut import Weight, cut
 from hetero.train.model.units import STANDS_FOR
 from hetero.types import format_bytes
@@ -67,7 +68,8 @@ class Leaving(Elsewhere):
     """Stands for the first module after a stage's own: what it is given goes to the next stage."""
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        self.passage.left = x
+        if self.passage.received is not None:  # else a part of a block is computed again
+            self.passage.left = x
         return like(x)
 
 
@@ -77,6 +79,18 @@ class Before(Elsewhere):
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         assert self.passage.received is not None
         return like(self.passage.received)
+
+
+class Nothing(Elsewhere):
+    """Stands for what a block adds to its input in its first part, which is elsewhere."""
+
+    n_outputs = 0
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        x = first_of(args, kwargs)
+        assert x is not None
+        zeros = x.detach().new_full((), -0.0).expand(x.shape)  # x + -0.0 is x, of every number
+        return (zeros, *[None] * (self.n_outputs - 1)) if self.n_outputs else zeros
 
 
 def like(x: torch.Tensor) -> torch.Tensor:
@@ -111,21 +125,36 @@ class Stage(nn.Module):
 
     def _stand_ins(self, model: nn.Module, anatomy: Anatomy, own: Own) -> dict[str, nn.Module]:
         """Return what replaces the modules of other stages."""
+        items = anatomy.items()
         kinds: dict[str, type[Elsewhere]] = {}
+        mine = items[own.start : own.end]
+        blocks = [anatomy.chain.index(name) for name, _ in mine] or [len(anatomy.chain)]
         for at, name in enumerate(anatomy.chain):
-            if at == own.start - 1:
+            if at == blocks[0] - 1:
                 kinds[name] = Entering
-            elif at == own.end:
-                kinds[name] = Leaving
-            elif not own.start <= at < own.end:
+            elif not blocks[0] <= at <= blocks[-1]:
                 kinds[name] = Elsewhere
+        following = [*items[own.end : own.end + 1]]
+        if mine and mine[0][1] == 2:  # its first part is elsewhere
+            first = anatomy.names((mine[0][0], 1))
+            kinds |= {**dict.fromkeys(first, Elsewhere), first[-1]: Nothing}
+        if following and following[0][1] == 2:
+            second = anatomy.names(following[0])
+            kinds |= {**dict.fromkeys(second, Elsewhere), second[0]: Leaving}
+        elif following and mine:
+            kinds[following[0][0]] = Leaving
         if not self.is_first:
             kinds |= dict.fromkeys(anatomy.before, Before)
         if not self.is_last:
             kinds |= dict.fromkeys(anatomy.after, Elsewhere)
-            if own.end == len(anatomy.chain):
+            if own.end == len(items):
                 kinds[anatomy.after[0]] = Leaving
-        return {name: kind(model.get_submodule(name), self.passage) for name, kind in kinds.items()}
+        found: dict[str, nn.Module] = {}
+        for name, kind in kinds.items():
+            found[name] = kind(model.get_submodule(name), self.passage)
+        for name in (name for name, kind in kinds.items() if kind is Nothing):
+            vars(found[name])["n_outputs"] = anatomy.waists[name.rpartition(".")[0]].n_outputs
+        return found
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         passage = self.passage
@@ -167,7 +196,7 @@ def carved(model: nn.Module, stand_ins: Mapping[str, nn.Module]) -> nn.Module:
 
 @dataclass(frozen=True, slots=True)
 class Own:
-    """What a stage has: modules of the chain from one to before another, and what comes after."""
+    """What a stage has: items of the chain from one to before another, and what comes after."""
 
     start: int
     end: int
@@ -246,8 +275,8 @@ def cut_model(anatomy: Anatomy, ranks: Sequence[int], is_timed: bool) -> Cut:
 
     Raises ConfigError if it has fewer modules in its chain.
     """
-    chain, weights = anatomy.chain, anatomy.weights
-    total = [weights[name] for name in chain]
+    weights, items = anatomy.weights, anatomy.items()
+    total = [anatomy.weight(item) for item in items]
     total[0] = together([total[0], *(weights[name] for name in anatomy.before)])
     after = together([weights[LOSS], *(weights[name] for name in anatomy.after)])
     if anatomy.is_apart:
@@ -256,7 +285,7 @@ def cut_model(anatomy: Anatomy, ranks: Sequence[int], is_timed: bool) -> Cut:
         total[-1] = together([total[-1], after])
     if len(total) < len(ranks):
         raise ConfigError(
-            f"{len(chain)} modules in a row are not cut into {len(ranks)} stages",
+            f"{len(items)} modules in a row are not cut into {len(ranks)} stages",
             advice="use fewer ranks, or a schedule with fewer stages a rank",
         )
     starts = cut(total, len(ranks))
@@ -271,10 +300,11 @@ def cut_model(anatomy: Anatomy, ranks: Sequence[int], is_timed: bool) -> Cut:
 def cut_stage(
     anatomy: Anatomy, index: int, rank: int, start: int, end: int, weight: Weight
 ) -> CutStage:
-    n = len(anatomy.chain)
+    items = anatomy.items()
+    n = len(items)
     has_after = end == n + anatomy.is_apart
     own = Own(start, min(end, n), has_after)
-    names = [*(anatomy.before if start == 0 else ()), *anatomy.chain[own.start : own.end]]
+    names = [*(anatomy.before if start == 0 else ()), *anatomy.names_of(items[start : own.end])]
     names += anatomy.after if has_after else ()
     return CutStage(index, rank, own, tuple(names), weight)
 
