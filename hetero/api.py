@@ -103,13 +103,11 @@ def prepare_tuned(
     with ExitStack() as undo:
         pipeline = open_pipeline(model, config.mesh, config.timeout_seconds)
         undo.callback(pipeline.close)
-        pipeline.compare(model)
         engine = _engine(model, optimizer, config, tuning or Tuning())
         undo.callback(engine.release)
         pipeline.meet("prepare")
         undo.pop_all()
-    engine.setup.company = pipeline.company
-    engine.setup.ends.callback(pipeline.close)
+    engine.setup.joins(pipeline.company, pipeline.close)
     return model if optimizer is None else (model, engine.optimizer)
 
 

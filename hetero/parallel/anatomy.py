@@ -44,7 +44,7 @@ POSITIONS = ("max_position_embeddings", "n_positions", "context")
 SAMPLE_POSITIONS = 1024
 
 
-class Place(Enum):
+class Turn(Enum):
     """Where a module outside of the chain runs."""
 
     BEFORE = "before"
@@ -169,7 +169,7 @@ def examine(model: nn.Module, call: Call, clock: Clock, loss: Any = None) -> Ana
     after_waists = [f"{name}.{each}" for name, w in look.waists.items() for each in w.second]
     weights = {**weighed(twin, after_waists, call, clock, None), **weights}
     in_turn = [*look.places, *(name for name in apart if name not in look.places)]
-    after = [name for name in in_turn if look.places.get(name) is not Place.BEFORE]
+    after = [name for name in in_turn if look.places.get(name) is not Turn.BEFORE]
     first = next((each for each in call.args if isinstance(each, torch.Tensor)), None)
     return Anatomy(
         chain=tuple(chain),
@@ -265,7 +265,7 @@ def sample(model: nn.Module) -> Call:
 # -- what goes on --------------------------------------------------------------------------------
 
 
-class Reach(DispatchMode):
+class Followed(DispatchMode):
     """Follows which tensors come from some others, by their storages."""
 
     def __init__(self) -> None:
@@ -298,7 +298,7 @@ class Look:
     """A pass that shows in which order modules run, and what comes to each."""
 
     def __init__(self, model: nn.Module, chain: Sequence[str], apart: Sequence[str]) -> None:
-        self.places: dict[str, Place] = {}
+        self.places: dict[str, Turn] = {}
         self.is_apart = False
         self.waists: dict[str, Waist] = {}
         self._model = model
@@ -306,7 +306,7 @@ class Look:
         self._apart = apart
         self._n = 0  # modules of the chain that have run
         self._last: torch.Tensor | None = None
-        self._reach = Reach()
+        self._reach = Followed()
 
     @torch.no_grad()
     def run(self, call: Call) -> None:
@@ -349,13 +349,13 @@ class Look:
     def _other(self, name: str, act: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if 0 < self._n < len(self._chain):
             raise refuse(self._model, f"{name!r} is called between blocks")
-        place = Place.AFTER if self._n else Place.BEFORE
-        if place is Place.AFTER and Place.AFTER not in self.places.values():
+        place = Turn.AFTER if self._n else Turn.BEFORE
+        if place is Turn.AFTER and Turn.AFTER not in self.places.values():
             self.is_apart = bool(args) and args[0] is self._last
         if self.places.setdefault(name, place) is not place:
             raise refuse(self._model, f"{name!r} is called before the blocks and after them")
         found = act(*args, **kwargs)
-        if place is Place.BEFORE:
+        if place is Turn.BEFORE:
             self._reach.add(found)
         return found
 

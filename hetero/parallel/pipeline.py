@@ -29,6 +29,7 @@ from hetero.parallel.gloo import Talks
 from hetero.parallel.mesh import STAGES, sizes_of, world_size
 from hetero.parallel.news import HEARING_SECONDS, Left
 from hetero.parallel.splitting import refused
+from hetero.parallel.splitting import split as split
 from hetero.parallel.ties import check_told, told
 from hetero.train.access.hooks import after_next_forward
 from hetero.train.model.units import PART
@@ -44,8 +45,6 @@ class OneStage:
     """The only rank, or one of those that all have the same stages."""
 
     company: Company | None = None
-
-    def compare(self, model: nn.Module) -> None: ...
 
     def meet(self, what: str) -> None: ...
 
@@ -188,7 +187,14 @@ def open_pipeline(model: nn.Module, mesh: Any, timeout_seconds: float) -> Pipeli
     """Join the ranks of a mesh that has an axis of stages; collective."""
     world = world_size()
     n_ranks = sizes_of(mesh, world)[STAGES] if mesh is not None and world else 1
-    return OneStage() if n_ranks == 1 else Pipeline(model, n_ranks, timeout_seconds)
+    if n_ranks == 1:
+        return OneStage()
+    pipeline = Pipeline(model, n_ranks, timeout_seconds)
+    with ExitStack() as undo:
+        undo.callback(pipeline.close)
+        pipeline.compare(model)
+        undo.pop_all()
+    return pipeline
 
 
 def pipeline_of(stages: Sequence[Any]) -> Pipeline | None:

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from hetero.errors import ConfigError
 from hetero.parallel.anatomy import Call, Clock, Products, examine, sample
 from hetero.parallel.mesh import STAGES, sizes_of, stage_ranks, world_size
-from hetero.parallel.stages import Cut, Stage, cut_model
+from hetero.parallel.stages import Cut, ModelStage, cut_model
 from hetero.parallel.ties import check_ties
 
 V_SHAPED = ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")
@@ -23,7 +23,7 @@ LOOPS = 2  # stages of a rank, if the schedule takes several
 
 
 @dataclass(frozen=True)
-class Split:
+class RankStages:
     """A rank's stages of a model; prints as a table of all stages."""
 
     cut: Cut
@@ -95,7 +95,7 @@ def split(
     loss: Callable[[Any], torch.Tensor] | None = None,
     stages_per_rank: int | None = None,
     clock: Clock | None = None,
-) -> Split:
+) -> RankStages:
     """Cut a model into stages that take equally long, and return those of this rank. Collective.
 
     The model is a chain: what comes before a list of blocks, the blocks, of which each takes what
@@ -134,9 +134,9 @@ def split(
     found = cut_model(anatomy, ranks, is_timed=clock is not None)
     check_ties(model, found)
     mine = found.of_rank(stage_ranks(mesh, world).start // (world // n_ranks))
-    return Split(
+    return RankStages(
         cut=found,
-        stages=nn.ModuleList(Stage(model, anatomy, each.own, bound) for each in mine),
+        stages=nn.ModuleList(ModelStage(model, anatomy, each.own, bound) for each in mine),
         indices=tuple(each.index for each in mine),
         kind=kind,
         group=pipeline_group(mesh, world, n_ranks),

@@ -30,21 +30,21 @@ INNER = "model"
 
 
 @dataclass
-class Passage:
+class Handing:
     """What a stage was given, and what the next one is."""
 
     received: torch.Tensor | None = None
     left: torch.Tensor | None = None
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Passage:
-        memo[id(self)] = found = Passage()
+    def __deepcopy__(self, memo: dict[int, Any]) -> Handing:
+        memo[id(self)] = found = Handing()
         return found
 
 
 class Elsewhere(nn.Module):
     """Stands for a module of another stage, and gives on what it is given."""
 
-    def __init__(self, module: nn.Module, passage: Passage) -> None:
+    def __init__(self, module: nn.Module, passage: Handing) -> None:
         super().__init__()
         self.passage = passage
         setattr(self, STANDS_FOR, type(module))
@@ -64,7 +64,7 @@ class Entering(Elsewhere):
         return self.passage.received
 
 
-class Leaving(Elsewhere):
+class HandingOn(Elsewhere):
     """Stands for the first module after a stage's own: what it is given goes to the next stage."""
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -73,7 +73,7 @@ class Leaving(Elsewhere):
         return like(x)
 
 
-class Before(Elsewhere):
+class Preceding(Elsewhere):
     """Stands for what comes before all blocks: gives a tensor as a stage was given, of no use."""
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -98,7 +98,7 @@ def like(x: torch.Tensor) -> torch.Tensor:
     return x.detach().new_zeros(()).expand(x.shape)
 
 
-class Stage(nn.Module):
+class ModelStage(nn.Module):
     """A part of a model that is called in its turn, with what the stage before it returned.
 
     Args:
@@ -112,7 +112,7 @@ class Stage(nn.Module):
         self, model: nn.Module, anatomy: Anatomy, own: Own, call: Mapping[str, Any]
     ) -> None:
         super().__init__()
-        self.passage = Passage()
+        self.passage = Handing()
         self.is_first, self.is_last = own.start == 0, own.has_after
         self.takes_ids = anatomy.takes_ids
         self.call = dict(call)
@@ -140,15 +140,15 @@ class Stage(nn.Module):
             kinds |= {**dict.fromkeys(first, Elsewhere), first[-1]: Nothing}
         if following and following[0][1] == 2:
             second = anatomy.names(following[0])
-            kinds |= {**dict.fromkeys(second, Elsewhere), second[0]: Leaving}
+            kinds |= {**dict.fromkeys(second, Elsewhere), second[0]: HandingOn}
         elif following and mine:
-            kinds[following[0][0]] = Leaving
+            kinds[following[0][0]] = HandingOn
         if not self.is_first:
-            kinds |= dict.fromkeys(anatomy.before, Before)
+            kinds |= dict.fromkeys(anatomy.before, Preceding)
         if not self.is_last:
             kinds |= dict.fromkeys(anatomy.after, Elsewhere)
             if own.end == len(items):
-                kinds[anatomy.after[0]] = Leaving
+                kinds[anatomy.after[0]] = HandingOn
         found: dict[str, nn.Module] = {}
         for name, kind in kinds.items():
             found[name] = kind(model.get_submodule(name), self.passage)
@@ -316,8 +316,8 @@ def together(weights: Sequence[Weight]) -> Weight:
 # -- names ---------------------------------------------------------------------------------------
 
 
-def stages_in(model: nn.Module) -> Iterator[tuple[str, Stage]]:
+def stages_in(model: nn.Module) -> Iterator[tuple[str, ModelStage]]:
     """Yield the stages in a model, or the model that is one, with their names."""
     for name, module in model.named_modules():
-        if isinstance(module, Stage):
+        if isinstance(module, ModelStage):
             yield name, module

@@ -7,7 +7,7 @@ first one gives -0.0, which leaves every number as it is, so that ``x`` stands f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -52,7 +52,7 @@ def wrap(model: nn.Module, name: str, around: Around) -> None:
     module.forward = lambda *args, **kwargs: around(act, args, kwargs)
 
 
-def unwrap(model: nn.Module, names: list[str]) -> None:
+def unwrap(model: nn.Module, names: Sequence[str]) -> None:
     for name in names:
         vars(model.get_submodule(name)).pop("forward", None)
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from hetero.config import Config
-from hetero.parallel.splitting import Split
+from hetero.parallel.splitting import RankStages
 from hetero.parallel.splitting import split as split_by
 from hetero.plan.machine import MachineProfile
 from hetero.rehearse.clock import OpClock
@@ -29,7 +29,7 @@ def split(
     call: Mapping[str, Any] | None = None,
     loss: Callable[[Any], torch.Tensor] | None = None,
     stages_per_rank: int | None = None,
-) -> Split:
+) -> RankStages:
     """Cut a model into stages that take equally long on a machine, and return those of this rank.
 
     Units are rehearsed: their operations run without bytes, and take the time that a hardware

@@ -17,8 +17,8 @@ import hetero
 from hetero.api import status
 from hetero.errors import ConfigError
 from hetero.parallel.anatomy import Call, Products, examine, result_of
-from hetero.parallel.splitting import Split, call_of, kind_of, ranks_of, sample_of, split
-from hetero.parallel.stages import Cut, Stage, cut_model
+from hetero.parallel.splitting import RankStages, call_of, kind_of, ranks_of, sample_of, split
+from hetero.parallel.stages import Cut, ModelStage, cut_model
 from hetero.recipes.gpt import GPT, GPTConfig
 from hetero.rehearse.named import machine
 from hetero.rehearse.split import MachineClock
@@ -101,15 +101,15 @@ def loss_of(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits.flatten(0, 1), target.flatten())
 
 
-def all_stages(model: nn.Module, n_stages: int, batch: Any = None) -> tuple[Cut, list[Stage]]:
+def all_stages(model: nn.Module, n_stages: int, batch: Any = None) -> tuple[Cut, list[ModelStage]]:
     """Cut a model in one process, which has all stages."""
     bound = call_of(model)
     anatomy = examine(model, sample_of(model, batch, bound), Products())
     found = cut_model(anatomy, range(n_stages), is_timed=False)
-    return found, [Stage(model, anatomy, each.own, bound) for each in found.stages]
+    return found, [ModelStage(model, anatomy, each.own, bound) for each in found.stages]
 
 
-def in_order(stages: list[Stage], x: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+def in_order(stages: list[ModelStage], x: torch.Tensor, **kwargs: Any) -> torch.Tensor:
     for stage in stages:
         x = stage(x, **kwargs)
     return x
@@ -268,7 +268,7 @@ def test_a_block_is_cut_in_two_where_one_sum_goes_on(block: type, n_halved: int)
     anatomy = examine(model, Call((x,)), Products())
     n_items = 4 + n_halved
     cut = cut_model(anatomy, range(n_items), is_timed=False)
-    stages = [Stage(model, anatomy, each.own, {}) for each in cut.stages]
+    stages = [ModelStage(model, anatomy, each.own, {}) for each in cut.stages]
 
     assert len(anatomy.waists) == n_halved
     mine, theirs = in_order(stages, x), model(x)
@@ -398,11 +398,11 @@ def test_a_model_of_numbers_needs_a_batch() -> None:
 # -- on several ranks ----------------------------------------------------------------------------
 
 
-def scheduled(model: nn.Module, n_ranks: int, schedule: Any, batch: Any) -> Split:
+def scheduled(model: nn.Module, n_ranks: int, schedule: Any, batch: Any) -> RankStages:
     return split(model, {"pp": n_ranks}, schedule, batch=batch)
 
 
-def stepped(found: Split, schedule: Any, ids: torch.Tensor) -> list[torch.Tensor]:
+def stepped(found: RankStages, schedule: Any, ids: torch.Tensor) -> list[torch.Tensor]:
     losses: list[torch.Tensor] = []
     given = {"target": ids, "losses": losses} if found.is_last else {}
     schedule.step(*[ids] * found.is_first, **given)

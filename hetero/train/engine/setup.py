@@ -84,6 +84,11 @@ class Setup:
     def __post_init__(self) -> None:
         self.index = {id(param): i for i, param in enumerate(self.params)}
 
+    def joins(self, company: Company | None, leave: Callable[[], object]) -> None:
+        """Note the ranks of a pipeline, and how to leave them."""
+        self.company = company
+        self.ends.callback(leave)
+
     @property
     def everyone(self) -> Company:
         """All ranks that have a part of the model."""
