@@ -153,7 +153,7 @@ def test_ranks_run_a_pipeline(tmp_path: Path) -> None:
     assert [(int(evictions) > 3, misses) for evictions, misses in seen] == [(True, "0")] * 2
 
 
-@pytest.mark.slow  # a minute of processes that import
+@pytest.mark.slow  # two minutes of processes that import
 def test_ranks_along_three_axes_have_stages_parts_and_shares(tmp_path: Path) -> None:
     out = launched("three_d.py", 6, tmp_path, n_ranks=8)
     losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", out)]
