@@ -71,14 +71,14 @@ def all_traces() -> dict[str, list[Trace]]:
     }
 
 
-def order_of(kind: Any, stages: Sequence[int], n_stages: int) -> list[Any]:
+def order_of(kind: Any, stages: Sequence[int], n_stages: int, n_ranks: int = RANKS) -> list[Any]:
     """Return torch's order of the actions of the rank that has these stages."""
     rank = stages[0]
     fakes = [
         SimpleNamespace(
             stage_index=index,
             num_stages=n_stages,
-            group_size=RANKS,
+            group_size=n_ranks,
             group_rank=rank,
             is_first=index == 0,
             is_last=index == n_stages - 1,

@@ -26,6 +26,7 @@ from benchmarks import (
     plugin,
     ranks,
     scale,
+    stages,
     update,
     watching,
 )
@@ -98,6 +99,8 @@ BENCHES: dict[str, Callable[[str | None], engine.Figures]] = {
     "loss": activations.loss,
     "context": activations.context,
     "pipeline-fetches": micro_batches.pipeline_fetches,
+    "pipeline-step": stages.pipeline_step,
+    "split": stages.split,
     "predict": plan.predict,
     "plan-70b": plan.plan_70b,
     "plan-1000": plan.plan_1000,

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from hetero.integrations.pretrained import from_pretrained
     from hetero.integrations.transformers import enable, trainer
     from hetero.rehearse.plan import Plan, plan
+    from hetero.rehearse.split import split
     from hetero.report.make import report
     from hetero.report.profile import Profile, profile
     from hetero.train.activations.tiles import tile
@@ -56,6 +57,7 @@ _LAZY = {
     **dict.fromkeys(("profile", "Profile"), "hetero.report.profile"),
     "report": "hetero.report.make",
     **dict.fromkeys(("plan", "Plan"), "hetero.rehearse.plan"),
+    "split": "hetero.rehearse.split",
     "Optimizer": "hetero.train.update.optimizer",
     "linear_cross_entropy": "hetero.functional.loss",
     "tile": "hetero.train.activations.tiles",
@@ -141,6 +143,7 @@ __all__ = [
     "release",
     "report",
     "save_checkpoint",
+    "split",
     "status",
     "tile",
     "trainer",

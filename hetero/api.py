@@ -107,7 +107,7 @@ def prepare_tuned(
         undo.callback(engine.release)
         pipeline.meet("prepare")
         undo.pop_all()
-    engine.setup.ends.callback(pipeline.close)
+    engine.setup.joins(pipeline.company, pipeline.close)
     return model if optimizer is None else (model, engine.optimizer)
 
 

@@ -255,6 +255,8 @@ class PipelinePlaces(NamedTuple):
 
     steps: tuple[Place, ...]
     """A schedule's step."""
+    makers: tuple[Place, ...]
+    """Of schedules that refuse some numbers of micro-batches."""
     wait: Place
     """Takes a list of works, and blocks until all are over."""
 
@@ -266,7 +268,14 @@ def pipeline_places() -> PipelinePlaces:
     kinds = (find(module, name) for name in ("PipelineScheduleSingle", "PipelineScheduleMulti"))
     find(module, "_wait_batch_p2p")
     wait = Place(import_module(module), "_wait_batch_p2p")
-    return PipelinePlaces(tuple(Place(kind, "step") for kind in kinds), wait)
+    makers = (Place(find(module, name), "__init__") for name in PARTICULAR)
+    return PipelinePlaces(tuple(Place(kind, "step") for kind in kinds), tuple(makers), wait)
+
+
+PARTICULAR = (
+    *("Schedule1F1B", "ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble"),
+    *("ScheduleZBVZeroBubble", "ScheduleDualPipeV"),
+)
 
 
 def stages_of(schedule: Any) -> list[Any]:

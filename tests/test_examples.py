@@ -114,15 +114,15 @@ def test_an_adapter_trains_over_a_base_of_half_a_byte_a_parameter(run: Run) -> N
     assert 0.53 < float(said.split(":")[1].split()[0]) < 0.6
 
 
-def launched(script: str, steps: int, folder: Path) -> str:
-    """Return what an example printed on two ranks."""
+def launched(script: str, steps: int, folder: Path, n_ranks: int = 2) -> str:
+    """Return what an example printed on several ranks."""
     launch = [
         sys.executable,
         "-m",
         "torch.distributed.run",
         "--standalone",
         "--nproc-per-node",
-        "2",
+        str(n_ranks),
     ]
     done = subprocess.run(
         [*launch, str(EXAMPLES / script), str(steps)],
@@ -151,6 +151,15 @@ def test_ranks_run_a_pipeline(tmp_path: Path) -> None:
     assert losses[-1] < losses[0] - 1.0
     seen = re.findall(r"(\d+) evictions, (\d+) misses", out)
     assert [(int(evictions) > 3, misses) for evictions, misses in seen] == [(True, "0")] * 2
+
+
+@pytest.mark.slow  # two minutes of processes that import
+def test_ranks_along_three_axes_have_stages_parts_and_shares(tmp_path: Path) -> None:
+    out = launched("three_d.py", 6, tmp_path, n_ranks=8)
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", out)]
+    assert losses[-1] < losses[0] - 0.5
+    assert [int(n) > 3 for n in re.findall(r"(\d+) evictions", out)] == [True] * 8
+    assert "blocks.3-5, norm, head" in out and "128 x 64" in out
 
 
 @pytest.mark.slow  # 15 s of processes that import

@@ -18,8 +18,16 @@ from torch.optim import SGD, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from hetero.checkpoint.manifest import MAX_STEP, SavedTensor
+from hetero.checkpoint.names import Names, OwnEntries, all_values, own_groups, own_values
 from hetero.checkpoint.reader import CheckpointReader
-from hetero.checkpoint.save import HasState, decode_scalars, dtype_named, members_of, tensor_ranks
+from hetero.checkpoint.save import (
+    HasState,
+    decode_scalars,
+    dtype_named,
+    members_of,
+    stage_ranks,
+    tensor_ranks,
+)
 from hetero.checkpoint.values import decode, decode_inside
 from hetero.device import check_accelerator_rng, checked_rng
 from hetero.errors import CheckpointCorrupt, CheckpointError, CheckpointMismatch
@@ -62,7 +70,7 @@ class SavedValues:
 DECODED = ("extra", "scheduler", "data", "rng", "groups", "scaler")
 
 
-def understood(engine: Engine, reader: CheckpointReader) -> SavedValues:
+def understood(engine: Engine, reader: CheckpointReader, names: Names) -> SavedValues:
     """Return the values of a checkpoint; CheckpointCorrupt if no save wrote them."""
     meta, take = reader.meta, Values(reader, engine.setup.blueprint.layout.param_bytes).take
     with only_saved(reader):
@@ -72,7 +80,7 @@ def understood(engine: Engine, reader: CheckpointReader) -> SavedValues:
             frozen=meta.get("frozen", "keep"),  # older checkpoints have no such keys
             sum_group=count_of(meta.get("sum_group", 1)),
             threads=count_of(meta["threads"]) if "threads" in meta else None,
-            scalars=decode_scalars(meta["scalars"]),
+            scalars=own_values(decode_scalars(dict(all_values(reader, "scalars"))), names),
             steps=count_of(meta["steps"]),
             own_rng=own_rng(reader, engine),
         )
@@ -88,9 +96,11 @@ def understood(engine: Engine, reader: CheckpointReader) -> SavedValues:
 def own_rng(reader: CheckpointReader, engine: Engine) -> Mapping[str, Any] | None:
     """Return the states of the generators that this rank saved next to its shard; None for the
     first one, and if as many ranks as now did not divide each tensor."""
-    rank = engine.setup.comm.everyone.rank
+    rank = engine.setup.everyone.rank
     divides = count_of(reader.meta.get("tensor_ranks", 1))
-    if divides != tensor_ranks(engine) or not 0 < rank < len(reader.of_ranks):
+    stages = count_of(reader.meta.get("stage_ranks", 1))
+    here = tensor_ranks(engine), stage_ranks(engine)
+    if (divides, stages) != here or not 0 < rank < len(reader.of_ranks):
         return None
     states: Mapping[str, Any] = decode_inside(reader.of_ranks[rank]["rng"])
     return states
@@ -241,14 +251,14 @@ class Values:
         return tensor_at(reader, number)
 
 
-def tensor_at(reader: CheckpointReader, number: int) -> torch.Tensor:
+def tensor_at(reader: CheckpointReader | OwnEntries, number: int) -> torch.Tensor:
     """Return an entry as a tensor of its own."""
     entry = reader.entries[number]
     read = partial(reader.read, number)
     return read_box(entry.lies.whole, dtype_of(entry), read, entry.lies).contiguous()
 
 
-def check_meta(engine: Engine, saved: SavedValues) -> None:
+def check_meta(engine: Engine, saved: SavedValues, names: Names) -> None:
     """Refuse a checkpoint of another precision, other codes, or another optimizer."""
     kind = None if engine.setup.inner is None else type(engine.setup.inner).__name__
     config = engine.setup.config
@@ -264,11 +274,11 @@ def check_meta(engine: Engine, saved: SavedValues) -> None:
     if engine.optimizer is None:
         return
     warn_of_other_bits(engine, saved)
-    groups = members_of(engine)
-    if groups != saved.members:
+    groups, members = members_of(engine), own_groups(saved.members, names)
+    if groups != members:
         raise CheckpointMismatch(
             f"the checkpoint's parameter groups hold"
-            f" {[len(m) for m in saved.members]} parameters, this optimizer's"
+            f" {[len(m) for m in members]} parameters, this optimizer's"
             f" {[len(m) for m in groups]}, or others in another order",
             advice="build the optimizer with the groups it had when it was saved",
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import random
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -32,8 +33,9 @@ from hetero.checkpoint.checks import (
     tensor_at,
     understood,
 )
+from hetero.checkpoint.names import Names, OwnEntries, check_taken, names_of
 from hetero.checkpoint.reader import CheckpointReader
-from hetero.checkpoint.save import KINDS, HasState, check_pair, check_stages, rng_state
+from hetero.checkpoint.save import KINDS, HasState, check_pair, rng_state
 from hetero.checkpoint.together import together
 from hetero.checkpoint.values import decode
 from hetero.checkpoint.verify import read_all
@@ -98,21 +100,23 @@ def load_checkpoint(
         {'epoch': 2}
     """
     engine = engine_of(model)
-    check_stages(engine)
     check_pair(engine, optimizer)
-    comm = engine.setup.comm.everyone
+    comm, names = engine.setup.everyone, names_of(engine)
     with ExitStack() as files:
         found: list[Checked] = []
 
         def check() -> bytes:
             reader = files.enter_context(CheckpointReader.open(directory, step, io))
-            found.append(checked(engine, reader, scheduler, data, kinds))
+            found.append(checked(engine, reader, scheduler, data, kinds, names))
             read_all(reader, comm.rank, comm.size)  # ranks share the work
-            return str(reader.step).encode()
+            return json.dumps([reader.step, own_numbers(found[0].own)]).encode()
 
         # 1. refuse before anything changes, on all ranks
-        check_steps(together(comm.agree, "a load", check))
-        reader, saved, adapting, states = found[0]
+        rows = [json.loads(row) for row in together(comm.agree, "a load", check)]
+        check_steps([step for step, _ in rows])
+        reader, own, saved, adapting, states = found[0]
+        if not names.is_whole:
+            check_taken(reader, [numbers for _, numbers in rows])
         if {"param", "state"} <= set(kinds):  # the load replaces all that early updates changed
             engine.void_early()
         settle(engine)
@@ -123,14 +127,14 @@ def load_checkpoint(
         engine.broken.begin_load(reader.path)
         begin_again(engine, empty)
         given = [kind for kind in kinds if kind != "buffer" or adapting is None]
-        todo = matched([p for p in parts_of(engine) if p.name.kind in given], reader)
+        todo = matched([p for p in parts_of(engine) if p.name.kind in given], own)
         with engine.setup.store.writing_shares("the beginning of a load"):
-            together(comm.agree, "the end of a load", partial(load_parts, reader, todo))
+            together(comm.agree, "the end of a load", partial(load_parts, own, todo))
         if "param" in kinds:
             loaded(engine)
         if adapting is not None:
             with engine.broken.loads_itself():
-                adapt(engine, reader)
+                adapt(engine, own)
         # 3. load all other values
         take_scalars(engine, saved.scalars)
         restore(engine, saved)
@@ -142,6 +146,8 @@ class Checked(NamedTuple):
     """A checkpoint that a model can load."""
 
     reader: CheckpointReader
+    own: CheckpointReader | OwnEntries
+    """Its entries, by the names of this rank's model."""
     saved: SavedValues
     adapting: set[str] | None
     """Names of buffers that the model itself loads; None if it loads none."""
@@ -154,30 +160,37 @@ def checked(
     scheduler: HasState | None,
     data: HasState | None,
     kinds: Collection[str],
+    names: Names,
 ) -> Checked:
     """Refuse a checkpoint that a model cannot load; nothing changes."""
-    saved = understood(engine, reader)
-    check_meta(engine, saved)
+    saved = understood(engine, reader, names)
+    own = reader if names.is_whole else OwnEntries(reader, names)
+    check_meta(engine, saved, names)
     adapting = None
     if "buffer" in kinds:
         with only_saved(reader):
-            adapting = adapted(engine.setup.model, reader)
-    check_entries(engine, reader.entries, kinds, adapting)
+            adapting = adapted(engine.setup.model, own)
+    check_entries(engine, own.entries, kinds, adapting)
     check_given(saved, scheduler=scheduler, data=data)
-    saved_states = (e for e in reader.entries if e.kind == "state")
+    saved_states = (e for e in own.entries if e.kind == "state")
     states = own_makes(engine, ((name_of(e), dtype_of(e), e.shape) for e in saved_states))
     with only_saved(reader):
         check_values(engine, saved)
         check_states(engine, saved.groups, states, saved.scalars)
         check_schedule(engine, scheduler, saved.scheduler)
-    return Checked(reader, saved, adapting, states)
+    return Checked(reader, own, saved, adapting, states)
 
 
-def check_steps(steps: Sequence[bytes]) -> None:
+def own_numbers(own: CheckpointReader | OwnEntries) -> list[int]:
+    """Return the numbers of a checkpoint's entries that this rank's stages have."""
+    return own.numbers if isinstance(own, OwnEntries) else []
+
+
+def check_steps(steps: Sequence[int]) -> None:
     """Raise DivergenceError unless all ranks load one step."""
     if len(set(steps)) > 1:
         raise DivergenceError(
-            f"ranks load different steps: {b', '.join(steps).decode()}",
+            f"ranks load different steps: {', '.join(map(str, steps))}",
             advice="name one with step=, in a directory that the machines of all ranks see",
         )
 
@@ -194,7 +207,7 @@ def give_back(
     return b""
 
 
-def load_parts(reader: CheckpointReader, parts: Iterable[tuple[Part, int]]) -> bytes:
+def load_parts(reader: CheckpointReader | OwnEntries, parts: Iterable[tuple[Part, int]]) -> bytes:
     """Read what this rank keeps."""
 
     def load(one: tuple[Part, int]) -> None:
@@ -241,7 +254,9 @@ def read_weights(directory: str | Path) -> tuple[dict[str, torch.Tensor], Any]:
     return weights, extra
 
 
-def matched(parts: Sequence[Part], reader: CheckpointReader) -> Iterator[tuple[Part, int]]:
+def matched(
+    parts: Sequence[Part], reader: CheckpointReader | OwnEntries
+) -> Iterator[tuple[Part, int]]:
     """Yield each part of the model with the number of its entry."""
     for part in parts:
         number = reader.find(*part.name)
@@ -253,7 +268,7 @@ def matched(parts: Sequence[Part], reader: CheckpointReader) -> Iterator[tuple[P
         yield part, number
 
 
-def adapted(model: nn.Module, reader: CheckpointReader) -> set[str] | None:
+def adapted(model: nn.Module, reader: CheckpointReader | OwnEntries) -> set[str] | None:
     """Return the names of buffers whose shapes a model's own methods of loading may change.
 
     None: the buffers are read in place. A ``load_state_dict`` of the model's own is always called
@@ -274,7 +289,7 @@ def overrides(module: nn.Module, method: str) -> bool:
     return getattr(type(module), method) is not getattr(nn.Module, method)
 
 
-def adapt(engine: Engine, reader: CheckpointReader) -> None:
+def adapt(engine: Engine, reader: CheckpointReader | OwnEntries) -> None:
     """Let the model's own methods load the buffers; CheckpointMismatch if a shape differs then."""
     numbered = enumerate(reader.entries)
     buffers = {e.name: tensor_at(reader, n) for n, e in numbered if e.kind == "buffer"}

@@ -23,6 +23,7 @@ from hetero import interrupts
 from hetero.api import engine_of
 from hetero.checkpoint.folders import STEP
 from hetero.checkpoint.manifest import ITEM_BYTES, SavedTensor
+from hetero.checkpoint.names import Names, in_whole, names_of, told, union
 from hetero.checkpoint.reader import open_folder
 from hetero.checkpoint.slices import Slice
 from hetero.checkpoint.together import Ranks, together
@@ -33,7 +34,6 @@ from hetero.device import accelerator_rng
 from hetero.errors import CheckpointCorrupt, ConfigError, DivergenceError, StateError
 from hetero.io import IO, Folder, make_folder
 from hetero.memory.layout import Bucket
-from hetero.parallel.mesh import refuse_stages
 from hetero.train.engine.engine import Engine
 from hetero.train.engine.snapshot import Name, Part, Saving, of_tensor
 from hetero.train.engine.state_dict import Scalars, counted_at_close, parts_of, scalars_of
@@ -135,14 +135,13 @@ def save_checkpoint(
         'step-0'
     """
     engine = engine_of(model)
-    check_stages(engine)
     check_pair(engine, optimizer)
     if keep_last is not None and keep_last < 1:
         raise ConfigError(f"keep_last={keep_last}", advice="keep_last takes a positive number")
     engine.refuse_broken()
     number = engine.setup.steps if step is None else step
-    comm = engine.setup.comm.everyone
-    plan = Plan(comm)
+    comm = engine.setup.everyone
+    plan = Plan(comm, names_of(engine))
 
     def prepare() -> bytes:
         engine.residence.quiesce()  # updates may go on
@@ -151,11 +150,11 @@ def save_checkpoint(
         if comm.rank == 0:
             plan.meta = meta_of(engine, extra, scheduler, data, plan.extras)
             plan.root = make_folder(Path(directory), io)
-        return plan.digest()
+        return plan.told_others(members_of(engine))
 
     together(comm.agree, "the save before", partial(end_of_last, engine))
     try:
-        check_alike(together(comm.agree, saving(number), prepare))
+        plan.settle(together(comm.agree, saving(number), prepare))
         together(comm.agree, saving(number), lambda: plan.open_root(Path(directory), io))
         # 2. read the tensors bucket by bucket, each after its update and before its next one
         writing = Writing(engine, plan, Path(directory), number)
@@ -210,7 +209,7 @@ def save_latest(
     kinds: Collection[str] = KINDS,
 ) -> Save:
     """Save the only checkpoint of a directory; it replaces the others once it is durable."""
-    comm = engine_of(model).setup.comm.everyone
+    comm = engine_of(model).setup.everyone
     newest = comm.agree(str(newest_step(directory)).encode(), "the newest checkpoint")[0]
     step = int(newest) + 1  # as the first rank, which writes, sees them
     return save_checkpoint(directory, model, optimizer, extra, step=step, keep_last=1, kinds=kinds)
@@ -248,16 +247,6 @@ def check_pair(engine: Engine, optimizer: Optimizer | None) -> None:
         )
 
 
-def check_stages(engine: Engine) -> None:
-    """Refuse stages of a pipeline: a manifest names elements of whole models."""
-    refuse_stages(
-        engine.setup.config.mesh,
-        "a checkpoint of hetero's, which would hold one rank's stages,",
-        advice="save {index: stage.state_dict()} of each rank's stages, and optimizer.state_dict(),"
-        " with torch.distributed.checkpoint or to files of its own",
-    )
-
-
 def meta_of(
     engine: Engine,
     extra: Any,
@@ -288,6 +277,7 @@ def meta_of(
         "frozen": engine.setup.config.frozen,
         "sum_group": engine.setup.comm.sum_group,
         "tensor_ranks": tensor_ranks(engine),
+        "stage_ranks": stage_ranks(engine),
         "optimizer": None if engine.setup.inner is None else type(engine.setup.inner).__name__,
         "steps": engine.setup.steps,
         "members": members_of(engine),
@@ -307,6 +297,12 @@ def tensor_ranks(engine: Engine) -> int:
     return max(1, len(engine.setup.parts.ranks))
 
 
+def stage_ranks(engine: Engine) -> int:
+    """Return how many ranks have stages of the model, of their own."""
+    company, shared = engine.setup.company, engine.setup.comm.everyone
+    return 1 if company is None else company.size // shared.size
+
+
 def rng_state(engine: Engine) -> dict[str, Any]:
     """Return the states of the generators of a training loop."""
     return {
@@ -320,8 +316,9 @@ def rng_state(engine: Engine) -> dict[str, Any]:
 class Plan:
     """What is saved: the parts of the model and, on the first rank, all other values."""
 
-    def __init__(self, comm: Ranks) -> None:
+    def __init__(self, comm: Ranks, names: Names) -> None:
         self.comm = comm
+        self.names = names
         self.numbered: list[tuple[int, Part]] = []
         """The model's parts, by their numbers in the checkpoint."""
         self.meta: dict[str, Any] = {}
@@ -329,29 +326,31 @@ class Plan:
         """The tensors among other values."""
         self.told: dict[str, Any] = {}
         """What this rank says of itself."""
+        self._model: list[SavedTensor] = []
+        """The entries of the whole model."""
+        self._first: set[int] = set()
+        """Numbers of those that no rank before this one has."""
         self.root: Folder | None = None
 
     def list_parts(self, engine: Engine, kinds: Collection[str]) -> None:
-        found = [part for part in parts_of(engine, as_now=True) if part.name.kind in kinds]
-        places = dict.fromkeys(range(len(found)))
+        given = (part for part in parts_of(engine, as_now=True) if part.name.kind in kinds)
+        found = in_whole(given, self.names)
         if self.comm.size > 1:  # ranks need not have seen the same forward
-            places = dict.fromkeys(sorted(places, key=lambda place: found[place].name))
-        self.numbered = [(number, found[place]) for number, place in enumerate(places)]
+            found.sort(key=lambda part: part.name)
+        self.numbered = list(enumerate(found))
+        self._model = [entry_of(part) for part in found]
+        self._first = set() if self.comm.rank else set(range(len(found)))
         if self.comm.rank:
             self.told = {"rng": encode_inside(rng_state(engine))}
 
     def parts(self) -> list[tuple[int, Part]]:
         """Return what this rank saves."""
-        first, after = self.comm.rank == 0, len(self.numbered)
-        mine = [(n, p) for n, p in self.numbered if (first if p.kept is None else has(p.kept))]
+        after, first = len(self._model), self._first
+        mine = [(n, p) for n, p in self.numbered if (n in first if p.kept is None else has(p.kept))]
         return mine + [(after + i, extra) for i, extra in enumerate(self.extras)]
 
     def entries(self) -> list[SavedTensor]:
-        parts = [*(part for _, part in self.numbered), *self.extras]
-        return [
-            SavedTensor(*p.name, str(p.dtype).removeprefix("torch."), *astuple(p.lies))
-            for p in parts
-        ]
+        return [*self._model, *map(entry_of, self.extras)]
 
     def slices(self) -> list[Slice]:
         """Return the runs of entries that this rank saves."""
@@ -363,16 +362,37 @@ class Plan:
 
         return [cut(number, part) for number, part in self.parts()]
 
-    def digest(self) -> bytes:
-        """Return what ranks compare: of the model alone."""
-        model = self.entries()[: len(self.numbered)]
-        return b"%08x" % crc32(memoryview(repr(model).encode()))
+    def told_others(self, members: list[list[str]]) -> bytes:
+        """Return what this rank tells the others of its model."""
+        if self.names.is_whole:
+            return b"%08x" % crc32(memoryview(repr(self._model).encode()))
+        whole = [[self.names.whole(name) for name in group] for group in members]
+        return told(self._model, whole, self.names)
+
+    def settle(self, rows: Sequence[bytes]) -> None:
+        """Number the entries as all ranks do; raises DivergenceError if their models do not fit."""
+        if self.names.is_whole:
+            check_alike(rows)
+            return
+        found = union(rows)
+        numbers = {entry: number for number, entry in enumerate(found.entries)}
+        self.numbered = [(numbers[entry_of(part)], part) for _, part in self.numbered]
+        self._model = found.entries
+        first = (numbers[entry] for entry, rank in found.first.items() if rank == self.comm.rank)
+        self._first = set(first)
+        if self.meta:
+            self.meta["members"] = found.members
 
     def open_root(self, directory: Path, io: IO | None) -> bytes:
         """Open the directory that the first rank has made."""
         if self.root is None:
             self.root = open_folder(directory, io)
         return b""
+
+
+def entry_of(part: Part) -> SavedTensor:
+    dtype = str(part.dtype).removeprefix("torch.")
+    return SavedTensor(*part.name, dtype, *astuple(part.lies))
 
 
 def has(kept: slice) -> bool:
@@ -415,8 +435,10 @@ class Writing:
         with self._root, self._writer:
             self._read()
             plan, failed = self._plan, self._saving.error
-            meta = {**plan.meta, "scalars": encode_scalars(self._scalars)}
-            path = self._writer.commit(meta, plan.told, failed)
+            named = {plan.names.whole(name): each for name, each in self._scalars.items()}
+            scalars = {"scalars": encode_scalars(named)}
+            own = plan.told if plan.names.is_whole else {**plan.told, **scalars}
+            path = self._writer.commit({**plan.meta, **scalars}, own, failed)
             if keep_last is not None and plan.comm.rank == 0:
                 retain(self._root, keep_last, self.step)
         return path

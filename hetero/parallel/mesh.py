@@ -233,8 +233,8 @@ def sizes_named(mesh: Any) -> Mapping[str, int]:
 
 
 OWN_LOOP = (
-    "call hetero.prepare(nn.ModuleList(stages), optimizer, mesh=...) in a loop of your own, with a"
-    " schedule of torch.distributed.pipelining"
+    "cut the model with hetero.split, prepare its stages, and call their schedule in a loop of your"
+    " own: examples/three_d.py"
 )
 
 

@@ -21,13 +21,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from hetero.device.comm import Company
 from hetero.errors import ConfigError, HeteroError, StateError
 from hetero.internals import Replacement, install, pipeline_places, stages_of
 from hetero.parallel.farewell import Parting
-from hetero.parallel.gloo import Meetings, new_group
+from hetero.parallel.gloo import Talks
 from hetero.parallel.mesh import STAGES, sizes_of, world_size
-from hetero.parallel.news import HEARING_SECONDS, Left, News
-from hetero.parallel.waits import Waits
+from hetero.parallel.news import HEARING_SECONDS, Left
+from hetero.parallel.splitting import refused
+from hetero.parallel.splitting import split as split
+from hetero.parallel.ties import check_told, told
 from hetero.train.access.hooks import after_next_forward
 from hetero.train.model.units import PART
 
@@ -41,6 +44,8 @@ TOGETHER = (
 class OneStage:
     """The only rank, or one of those that all have the same stages."""
 
+    company: Company | None = None
+
     def meet(self, what: str) -> None: ...
 
     def close(self) -> None: ...
@@ -51,24 +56,33 @@ class Pipeline:
 
     Args:
         model: has this rank's stages.
+        n_ranks: with stages of their own.
         timeout_seconds: after which a rank that sends nothing is lost.
     """
 
-    def __init__(self, model: nn.Module, timeout_seconds: float) -> None:
-        rank, size = dist.get_rank(), dist.get_world_size()
+    def __init__(self, model: nn.Module, n_ranks: int, timeout_seconds: float) -> None:
         self._model = weakref.ref(model)
-        self._groups = [new_group([range(size)], timeout_seconds) for _ in range(2)]
-        self._news = News(self._groups[0], rank, size)
-        self._waits = Waits(self._news, timeout_seconds)
-        self._meetings = Meetings(self._groups[1], self._waits)
+        self._n_ranks = n_ranks
+        self._talks = Talks([range(dist.get_world_size())], timeout_seconds)
+        self._news, self._waits = self._talks.news, self._talks.waits
         self._seen: weakref.WeakSet[Any] = weakref.WeakSet()
         self._aside: Aside | None = None
         self._close = weakref.finalize(self, install(guards()))
         _pipelines.add(self)
 
+    def compare(self, model: nn.Module) -> None:
+        """Refuse, on all ranks, a weight that stages of several have."""
+        rows = self._talks.agree(told(model), "weights of stages")
+        check_told(rows, len(rows) // self._n_ranks)
+
     def meet(self, what: str) -> None:
         """Wait for all ranks; raises RankLost for one that does not come, with its error."""
-        self._meetings.meet(what)
+        self._talks.agree(b"", what)
+
+    @property
+    def company(self) -> Company | None:
+        """All ranks of the pipeline, who save and load together."""
+        return self._talks
 
     def close(self) -> None:
         """Let go of the other ranks, which hear of the error that is being handled."""
@@ -76,11 +90,7 @@ class Pipeline:
         self._close()
         if self._aside is not None:
             self._aside.close()
-        self._news.close()
-        for group in self._groups:
-            if dist.is_initialized():
-                dist.destroy_process_group(group)
-        self._groups.clear()
+        self._talks.close()
 
     # -- a schedule ------------------------------------------------------------------------------
 
@@ -176,9 +186,15 @@ _running: list[Pipeline] = []
 def open_pipeline(model: nn.Module, mesh: Any, timeout_seconds: float) -> Pipeline | OneStage:
     """Join the ranks of a mesh that has an axis of stages; collective."""
     world = world_size()
-    if mesh is None or not world or sizes_of(mesh, world)[STAGES] == 1:
+    n_ranks = sizes_of(mesh, world)[STAGES] if mesh is not None and world else 1
+    if n_ranks == 1:
         return OneStage()
-    return Pipeline(model, timeout_seconds)
+    pipeline = Pipeline(model, n_ranks, timeout_seconds)
+    with ExitStack() as undo:
+        undo.callback(pipeline.close)
+        pipeline.compare(model)
+        undo.pop_all()
+    return pipeline
 
 
 def pipeline_of(stages: Sequence[Any]) -> Pipeline | None:
@@ -243,6 +259,22 @@ def _watching(step: Callable[..., Any]) -> Callable[..., Any]:
     return watched
 
 
+def _refusing(make: Callable[..., None]) -> Callable[..., None]:
+    """Return a schedule's ``__init__`` that says what to do if it refuses prepared stages."""
+
+    @functools.wraps(make)
+    def made(schedule: Any, stages: Any, n_microbatches: int, *args: Any, **kwargs: Any) -> None:
+        try:
+            make(schedule, stages, n_microbatches, *args, **kwargs)
+        except ValueError as error:
+            there = stages if isinstance(stages, list) else [stages]
+            if isinstance(error, HeteroError) or pipeline_of(there) is None:
+                raise
+            raise refused(error, n_microbatches, there[0].num_stages) from error
+
+    return made
+
+
 def _polling(wait: Callable[[list[dist.Work]], None]) -> Callable[[list[dist.Work]], None]:
     """Return a schedule's wait that polls, where works of a device do not order streams."""
 
@@ -261,4 +293,5 @@ def guards() -> tuple[Replacement, ...]:
     """Return the functions of torch that are replaced while a pipeline is prepared."""
     places = pipeline_places()
     steps = (place.replaced(_watching) for place in places.steps)
-    return (*steps, places.wait.replaced(_polling))
+    makers = (place.replaced(_refusing) for place in places.makers)
+    return (*steps, *makers, places.wait.replaced(_polling))

@@ -15,11 +15,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, schedules
+from transformers import Trainer, TrainingArguments
 
 import hetero
 from hetero.api import status
 from hetero.errors import BudgetError, ConfigError, HeteroError, RankLost, StateError
+from hetero.integrations.accelerate import HeteroAccelerator
 from hetero.internals import stages_of
+from hetero.recipes.options import TrainOptions
+from hetero.recipes.train import train
 from hetero.testing.ranks import Died, outcomes, run_ranks
 from tests.equivalence.blocks import OneMatrix
 
@@ -321,6 +325,63 @@ def test_a_checkpoint_of_one_ranks_stages_is_refused(tmp_path: Path) -> None:
         assert "one rank's stages" in str(error)
 
 
+def too_few(rank: int, is_interleaved: bool) -> None:
+    """Build a schedule of torch's with a number of micro-batches that it does not take."""
+    mine = (LOOPED if is_interleaved else ONE)[rank]
+    model: Any = nn.ModuleList(stage_of(index) for index in mine)
+    model, _ = hetero.prepare(model, optimizer_of(model, "sgd"), hbm=HBM[len(model)], **SETTINGS)
+    there = [
+        PipelineStage(stage, index, RANKS * len(model), torch.device("cpu"))
+        for stage, index in zip(model, mine, strict=True)
+    ]
+    if is_interleaved:
+        schedules.ScheduleInterleaved1F1B(there, 5, loss_fn=nn.functional.mse_loss)
+    else:
+        schedules.Schedule1F1B(there[0], 1, loss_fn=nn.functional.mse_loss)
+
+
+@pytest.mark.parametrize("is_interleaved", [False, True])
+def test_micro_batches_that_a_schedule_does_not_take_are_an_error_on_all_ranks(
+    is_interleaved: bool,
+) -> None:
+    for error in ends(too_few, is_interleaved):
+        assert isinstance(error, ConfigError)
+        assert f"{5 if is_interleaved else 1} micro-batches through" in str(error)
+        assert f"use {4 if is_interleaved else 2} micro-batches or more" in error.advice
+
+
+class Words(nn.Module):
+    """A stage that begins, or ends, with a matrix of words."""
+
+    def __init__(self, rank: int, weight: torch.Tensor) -> None:
+        super().__init__()
+        self.block = OneMatrix(D)
+        self.embed = nn.Embedding(*weight.shape) if rank == 0 else None
+        self.head = nn.Linear(*reversed(weight.shape), bias=False) if rank else None
+        with torch.no_grad():
+            (self.embed or self.head).weight.copy_(weight)
+
+
+def tied(rank: int, differs: bool) -> bool:
+    torch.manual_seed(1)
+    weight = torch.randn(50, D)
+    weight[0, 0] += rank * differs
+    model: Any = nn.ModuleList([Words(rank, weight)])
+    hetero.prepare(model, optimizer_of(model, "sgd"), hbm=HBM[2], **SETTINGS)
+    return True
+
+
+def test_a_tied_embedding_across_stages_is_an_error_on_all_ranks() -> None:
+    for error in ends(tied, False):
+        assert isinstance(error, ConfigError)
+        assert "'0.embed' of rank 0 and '0.head' of rank 1" in str(error)
+        assert "a weight of its own" in error.advice
+
+
+def test_an_embedding_and_a_head_that_differ_are_two_weights() -> None:
+    assert run_ranks(RANKS, tied, True) == [True, True]
+
+
 def fails(rank: int, how: str) -> None:
     """Train until one rank does not."""
     schedule, optimizer = prepared(rank, timeout_seconds=2.0)
@@ -349,3 +410,32 @@ def test_a_stage_that_fails_ends_all_ranks(how: str) -> None:
     said = {"error": "no more data", "killed": "it was killed", "stopped": "said nothing for 2 s"}
     assert said[how] in str(mine.error)
     assert isinstance(other, Died)
+
+
+# -- who knows no pipelines ------------------------------------------------------------------------
+
+
+def accelerated(rank: int) -> None:
+    HeteroAccelerator(hetero_plugin={"mesh": {"pp": RANKS}})
+
+
+def by_trainer(rank: int, folder: str) -> None:
+    arguments = TrainingArguments(folder, use_cpu=True, report_to="none")
+    hetero.trainer(Trainer)(stage_of(0), arguments, hetero={"mesh": {"pp": RANKS}})
+
+
+def by_recipe(rank: int) -> None:
+    train(TrainOptions(settings={"mesh": {"pp": RANKS}}, record="none"))
+
+
+def test_those_that_know_no_pipelines_say_what_does(tmp_path: Path) -> None:
+    for who, body, args in (
+        ("accelerate", accelerated, ()),
+        ("accelerate", by_trainer, (str(tmp_path),)),
+        ("hetero train", by_recipe, ()),
+    ):
+        for error in ends(body, *args):
+            assert isinstance(error, ConfigError)
+            assert f"{who} knows no pipelines" in str(error)
+            assert "hetero.split" in error.advice
+            assert "examples/three_d.py" in error.advice

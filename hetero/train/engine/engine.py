@@ -284,7 +284,7 @@ class Engine:
                 " parameters of this one are NaN",
             ) from error
         move_out(setup, self.residence)
-        if setup.comm.everyone.size > 1:
+        if setup.everyone.size > 1:
             setup.saver.join()
         setup.comm.agree(b"", "the end of release")  # until then others read this rank's shares
         setup.offload.close()

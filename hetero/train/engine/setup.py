@@ -13,7 +13,7 @@ from torch import nn
 
 from hetero.config import Config
 from hetero.device import Device, return_large_blocks, trim_heap
-from hetero.device.comm import Comm
+from hetero.device.comm import Comm, Company
 from hetero.errors import ConfigError, DivergenceError
 from hetero.events import EventLog
 from hetero.io import Folder, spill_folder
@@ -74,6 +74,8 @@ class Setup:
     saver: Saver = field(default_factory=Saver)
     ends: ExitStack = field(default_factory=ExitStack)
     """What ends with the release."""
+    company: Company | None = None
+    """All ranks of a pipeline, of whose stages this one has its own; None without one."""
     steps: int = 0
     stats: StepStats = field(default_factory=StepStats)
     index: dict[int, int] = field(init=False)
@@ -81,6 +83,16 @@ class Setup:
 
     def __post_init__(self) -> None:
         self.index = {id(param): i for i, param in enumerate(self.params)}
+
+    def joins(self, company: Company | None, leave: Callable[[], object]) -> None:
+        """Note the ranks of a pipeline, and how to leave them."""
+        self.company = company
+        self.ends.callback(leave)
+
+    @property
+    def everyone(self) -> Company:
+        """All ranks that have a part of the model."""
+        return self.comm.everyone if self.company is None else self.company
 
     @property
     def buckets(self) -> Sequence[Bucket]:

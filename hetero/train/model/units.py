@@ -12,6 +12,7 @@ from torch import nn
 from hetero.errors import ConfigError
 
 MARK = "_hetero_engine"  # on a prepared model
+STANDS_FOR = "hetero_stands_for"  # on what is in a block's place that is elsewhere: its class
 PART = "_hetero_part"  # on every module of prepared models: how many have it
 LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
@@ -91,10 +92,13 @@ def has_params(module: nn.Module) -> bool:
 
 
 def repeated(parent: nn.Module) -> set[type]:
-    """Return the classes that appear at least twice among a list's children with parameters."""
+    """Return the classes that appear at least twice among a list's children with parameters, or
+    what stands for such."""
     if not isinstance(parent, LISTS):
         return set()
-    counts = Counter(type(child) for child in parent.children() if has_params(child))
+    children = list(parent.children())
+    counts = Counter(type(child) for child in children if has_params(child))
+    counts += Counter(vars(child)[STANDS_FOR] for child in children if STANDS_FOR in vars(child))
     return {kind for kind, n in counts.items() if n > 1}
 
 

@@ -1,0 +1,207 @@
+"""Checkpoints of stages: by the names of the whole model, for any split and any mesh."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hetero
+from hetero.checkpoint.reader import CheckpointReader
+from hetero.checkpoint.verify import verify
+from hetero.errors import CheckpointMismatch, DivergenceError
+from hetero.parallel.splitting import call_of, split
+from hetero.recipes.gpt import GPT, GPTConfig
+from hetero.testing.ranks import Died, outcomes, run_ranks
+from tests.ranks.test_split import (
+    HBM,
+    MICRO_BATCHES,
+    loss_of,
+    made,
+    result_of,
+    stepped,
+    trained_in_one,
+    words,
+)
+
+N_RANKS = {"one": 1, "shares": 2, "1F1B": 2, "Interleaved1F1B": 2, "1F1B x 2": 4}
+BEFORE, STEPS = 2, 3
+SETTINGS = {"device": "cpu:sim", "chunk_bytes": 1024, "timeout_seconds": 20, "hbm": HBM}
+
+
+class Trainer:
+    """A whole model, or this rank's stages, on a mesh that a word names."""
+
+    def __init__(self, rank: int, how: str, model: nn.Module) -> None:
+        name, _, shares = how.partition(" x ")
+        self.rank, self.n_ranks = rank, N_RANKS[how]
+        self.n_shares = int(shares or 1)
+        self.found = None
+        mesh: Any = "world" if how == "shares" else None
+        if name not in ("one", "shares"):
+            mesh = {"pp": 2, "dp_shard": self.n_shares}
+            self.found = split(model, mesh, name, batch=words(0)[:1])
+            model = self.found.stages
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        settings = {**SETTINGS, "activations": "offload", "mesh": mesh}
+        self.model, self.optimizer = hetero.prepare(model, optimizer, **settings)
+        if self.found is not None:
+            self.schedule = self.found.schedule(MICRO_BATCHES // self.n_shares, loss_of)
+
+    def step(self, number: int) -> None:
+        ids = words(number)
+        if self.found is None:
+            for each in ids.chunk(MICRO_BATCHES)[self.rank :: self.n_ranks]:
+                loss = loss_of(result_of(self.model(each, **call_of(self.model))), each)
+                (loss * (self.n_ranks / MICRO_BATCHES)).backward()  # a power of two: exact
+        else:
+            stepped(self.found, self.schedule, ids[self.rank % self.n_shares :: self.n_shares])
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def values(self) -> dict[str, torch.Tensor]:
+        """Return weights by their names in the whole model."""
+        if self.found is None:
+            return {name: value.clone() for name, value in self.model.state_dict().items()}
+        return {
+            stage.in_whole(name): value.clone()
+            for stage in self.model
+            for name, value in stage.state_dict().items()
+        }
+
+
+def begins(rank: int, how: str, kind: str, folder: str) -> None:
+    trainer = Trainer(rank, how, made(kind))
+    for number in range(BEFORE):
+        trainer.step(number)
+    hetero.save_checkpoint(folder, trainer.model, trainer.optimizer, {"from": how})
+
+
+def goes_on(rank: int, how: str, kind: str, folder: str) -> tuple[Any, dict[str, torch.Tensor]]:
+    torch.manual_seed(7)
+    trainer = Trainer(rank, how, made(kind).apply(other_weights))
+    extra = hetero.load_checkpoint(folder, trainer.model, trainer.optimizer)
+    for number in range(BEFORE, STEPS):
+        trainer.step(number)
+    return extra, trainer.values()
+
+
+def other_weights(module: nn.Module) -> None:
+    for param in module.parameters(recurse=False):
+        nn.init.normal_(param)
+
+
+WAYS = [
+    ("1F1B", "one"),
+    ("one", "1F1B"),
+    ("1F1B", "Interleaved1F1B"),
+    ("Interleaved1F1B", "shares"),
+    ("1F1B x 2", "1F1B"),
+    ("one", "1F1B x 2"),
+]
+
+
+@pytest.mark.campaign(seconds=5)
+@pytest.mark.parametrize(("before", "after"), WAYS)
+def test_training_goes_on_bit_for_bit_at_another_split_or_mesh(
+    before: str, after: str, tmp_path: Path
+) -> None:
+    kind = "gpt"
+    theirs = trained_in_one(kind)
+    run_ranks(N_RANKS[before], begins, before, kind, str(tmp_path))
+    assert verify(tmp_path).ok
+
+    seen = set()
+    for extra, mine in run_ranks(N_RANKS[after], goes_on, after, kind, str(tmp_path)):
+        assert extra == {"from": before}
+        assert all(torch.equal(value, theirs[name]) for name, value in mine.items())
+        seen |= mine.keys()
+    assert seen == theirs.keys()
+
+
+# -- what is refused -----------------------------------------------------------------------------
+
+
+def of_more_blocks(rank: int, how: str, folder: str) -> None:
+    config = {"vocab": 64, "width": 32, "heads": 4, "context": 16}
+    model = GPT(GPTConfig(**config, layers=7 if how == "one" else 6))
+    trainer = Trainer(rank, how, model)
+    if how == "one":
+        hetero.save_checkpoint(folder, trainer.model, trainer.optimizer)
+    else:
+        hetero.load_checkpoint(folder, trainer.model, trainer.optimizer)
+
+
+def test_a_checkpoint_of_a_longer_model_is_refused_on_all_ranks(tmp_path: Path) -> None:
+    run_ranks(1, of_more_blocks, "one", str(tmp_path))
+
+    for each in outcomes(2, of_more_blocks, "1F1B", str(tmp_path)):
+        assert isinstance(each, Died)
+        assert isinstance(each.error, CheckpointMismatch), each.text
+        assert "groups hold" in str(each.error) or "no rank's stages" in str(each.error)
+
+
+def other_groups(rank: int, folder: str) -> None:
+    found = split(made("gpt"), {"pp": 2}, batch=words(0)[:1])
+    groups = [{"params": [p]} for p in found.stages.parameters()][: 2 + rank]
+    optimizer = torch.optim.SGD(groups, lr=0.1)
+    for param in found.stages.parameters():
+        param.requires_grad_(any(param is each["params"][0] for each in groups))
+    settings = {**SETTINGS, "mesh": {"pp": 2}}
+    stages, optimizer = hetero.prepare(found.stages, optimizer, **settings)
+    hetero.save_checkpoint(folder, stages, optimizer)
+
+
+def test_optimizers_with_other_groups_are_told_before_anything_is_written(tmp_path: Path) -> None:
+    for each in outcomes(2, other_groups, str(tmp_path)):
+        assert isinstance(each, Died)
+        assert isinstance(each.error, DivergenceError), each.text
+        assert "3 groups, not 2" in str(each.error)
+    assert not list(tmp_path.glob("step-*"))
+
+
+def numbers(rank: int, folder: str, seed: int) -> torch.Tensor:
+    trainer = Trainer(rank, "1F1B", made("gpt"))
+    torch.manual_seed(seed + rank)
+    if seed:
+        hetero.save_checkpoint(folder, trainer.model, trainer.optimizer)
+    else:
+        hetero.load_checkpoint(folder, trainer.model, trainer.optimizer)
+    return torch.rand(2)
+
+
+def test_each_rank_draws_on_from_its_own_numbers(tmp_path: Path) -> None:
+    before = run_ranks(2, numbers, str(tmp_path), 5)
+    after = run_ranks(2, numbers, str(tmp_path), 0)
+
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    assert not torch.equal(*before)
+    with CheckpointReader.open(tmp_path) as reader:
+        assert reader.meta["stage_ranks"] == 2
+
+
+def with_buffer(rank: int, how: str, folder: str) -> torch.Tensor:
+    model = made("gpt")
+    model.register_buffer("seen", torch.zeros(3))
+    model.blocks[5].register_buffer("mine", torch.zeros(2))
+    trainer = Trainer(rank, how, model)
+    if how == "one":
+        hetero.load_checkpoint(folder, trainer.model, trainer.optimizer)
+        return torch.cat([model.seen, model.blocks[5].mine])
+    for name, buffer in trainer.model.named_buffers():
+        buffer.fill_(1.0 + rank + name.endswith("mine"))
+    hetero.save_checkpoint(folder, trainer.model, trainer.optimizer)
+    return torch.empty(0)
+
+
+def test_a_buffer_that_stages_have_is_the_first_rank_s_and_their_own_stay_theirs(
+    tmp_path: Path,
+) -> None:
+    run_ranks(2, with_buffer, "1F1B", str(tmp_path))
+
+    (found,) = run_ranks(1, with_buffer, "one", str(tmp_path))
+
+    assert found.tolist() == [1.0, 1.0, 1.0, 3.0, 3.0]
