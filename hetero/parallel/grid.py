@@ -44,6 +44,11 @@ def gather(part: torch.Tensor, over: Along) -> torch.Tensor:
     return torch.cat(whole.chunk(over.n), dim=over.dim)
 
 
+def gather_weight(part: torch.Tensor, over: Along) -> torch.Tensor:
+    """Gather a copy: gloo lets go of what it sends late, and would lease the frames of a page."""
+    return gather(part.clone(), over)
+
+
 def scatter_sum(addend: torch.Tensor, over: Along) -> torch.Tensor:
     """Return this rank's part of the sum of all ranks' addends."""
     if over.dim % addend.dim():
@@ -161,7 +166,7 @@ class _Linear(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         ctx.moves = moves
-        y = F.linear(gather(x, moves.inputs), gather(weight, moves.weight))
+        y = F.linear(gather(x, moves.inputs), gather_weight(weight, moves.weight))
         if moves.outputs is not None:
             y = scatter_sum(y, moves.outputs)
         return y if bias is None else y + bias
@@ -175,7 +180,7 @@ class _Linear(torch.autograd.Function):
             db = sum_over(grad.flatten(0, -2).sum(0), moves.bias_copies)
         dy = grad if moves.outputs is None else gather(grad, moves.outputs)
         if ctx.needs_input_grad[0]:
-            dx = scatter_sum(dy @ gather(weight, moves.weight), moves.inputs)
+            dx = scatter_sum(dy @ gather_weight(weight, moves.weight), moves.inputs)
         if ctx.needs_input_grad[1]:
             addend = dy.flatten(0, -2).T @ gather(x, moves.inputs).flatten(0, -2)
             dw = sum_over(scatter_sum(addend, moves.weight), moves.copies)

@@ -221,7 +221,9 @@ def check_divides(model: nn.Module, name: str, size: int, dim: int, n_ranks: int
     """Raise ConfigError if a dimension of a layer's weight is not divisible by its parts."""
     layer = model.get_submodule(name)
     what = "inputs" if dim else "outputs"
-    if isinstance(layer, nn.Embedding):
+    if is_norm(layer):
+        what = "features"
+    elif isinstance(layer, nn.Embedding):
         what = "features" if dim else "words"
     elif not dim and name.rpartition(".")[2] in HEADS:
         what = "words"

@@ -178,27 +178,42 @@ def masters_by_torch(run: TensorRun) -> Trained:
 
     The rule is SGD with momentum, each product and sum rounded by itself.
     """
-    masters, _ = built(run)
+    (masters, _), (model, _) = built(run), built(run)
+
+    def loss(micro: int) -> torch.Tensor:
+        with around(run):
+            found = loss_of(model, run, micro)
+            found.backward()
+        return found
+
+    return train_masters(masters, model, loss, run.steps, run.passes, run.clip)
+
+
+def train_masters(
+    masters: nn.Module,
+    model: nn.Module,
+    loss_after_backward: Callable[[int], torch.Tensor],
+    steps: int,
+    passes: int,
+    clip: float | None,
+) -> Trained:
+    """Train masters with the gradients of a model of the same weights, in bf16."""
     moments: dict[int, torch.Tensor] = {}
-    model, _ = built(run)
     model.to(torch.bfloat16)
     losses, norms = [], []
-    for step in range(run.steps):
+    for step in range(steps):
         with torch.no_grad():
             for param, master in zip(model.parameters(), masters.parameters(), strict=True):
                 inside(param).copy_(rounded(inside(master)))
-        for micro in range(step * run.passes, (step + 1) * run.passes):
-            with around(run):
-                loss = loss_of(model, run, micro)
-                loss.backward()
-            losses.append(float(whole(loss.detach())))
+        for micro in range(step * passes, (step + 1) * passes):
+            losses.append(float(whole(loss_after_backward(micro).detach())))
             for param, master in zip(model.parameters(), masters.parameters(), strict=True):
                 assert param.grad is not None
                 grad = param.grad.float()
                 master.grad = grad if master.grad is None else master.grad + grad
                 param.grad = None
-        if run.clip is not None:
-            norms.append(float(torch_clip(masters.parameters(), run.clip)))
+        if clip is not None:
+            norms.append(float(torch_clip(masters.parameters(), clip)))
         with torch.no_grad():
             for number, master in enumerate(masters.parameters()):
                 grad = inside(as_placed(master.grad, master))
