@@ -26,6 +26,7 @@ from benchmarks import (
     plugin,
     ranks,
     scale,
+    tensors,
     update,
     watching,
 )
@@ -117,6 +118,8 @@ BENCHES: dict[str, Callable[[str | None], engine.Figures]] = {
     "ranks-diverge": ranks.diverge,
     "roll-call": ranks.roll_call,
     "save-ranks": ranks.save,
+    "tensor-pages": tensors.pages,
+    "tp-volume": tensors.volume,
     "watch-overhead": watching.watch_overhead,
 }
 
