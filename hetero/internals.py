@@ -117,10 +117,10 @@ def reduce_scattered(addend: torch.Tensor, n: int, group: str) -> torch.Tensor:
     return found
 
 
-def all_reduced(addend: torch.Tensor, group: str) -> torch.Tensor:
-    """Return the sum of the addends of a group's ranks."""
+def all_reduced(addend: torch.Tensor, group: str, op: str = "sum") -> torch.Tensor:
+    """Return the sum of what a group's ranks have each, or "max" for the largest."""
     collectives = torch.ops._c10d_functional
-    found: torch.Tensor = collectives.all_reduce(addend, "sum", group)
+    found: torch.Tensor = collectives.all_reduce(addend, op, group)
     collectives.wait_tensor(found)
     return found
 

@@ -393,7 +393,6 @@ def refused(rank: int, folder: str) -> None:
 
     prepare(ConfigError, "fp16", precision="fp16")
     prepare(ConfigError, "backward", updates="backward")
-    prepare(ConfigError, "fused_loss", fused_loss=True)
     prepare(ConfigError, "are DTensors on ranks 0, 1", mesh="world")
     prepare(ConfigError, '"tp" is of 1', mesh={"dp_shard": 2})
     prepare(ConfigError, "there are 2", mesh={"tp": 4})

@@ -48,8 +48,3 @@ def refusals(config: Config) -> Iterator[tuple[str, str]]:
             "updates='backward' begins before gradients are summed over the ranks of a tensor",
             "leave updates= at its default",
         )
-    if config.fused_loss:
-        yield (
-            "fused_loss= computes with the whole head",
-            "use torch.distributed.tensor.parallel.loss_parallel(), whose logits ranks divide",
-        )
