@@ -111,10 +111,10 @@ class Sent(DispatchMode):
         if name == "all_gather_into_tensor":  # own part, to each of the others
             return float(args[0].nbytes * (args[1] - 1))
         if name == "reduce_scatter_tensor":
-            return args[0].nbytes * (args[2] - 1) / args[2]
+            return float(args[0].nbytes * (args[2] - 1) / args[2])
         if name == "all_reduce":
             n = self._sizes[args[2]]
-            return 2 * args[0].nbytes * (n - 1) / n
+            return float(2 * args[0].nbytes * (n - 1) / n)
         raise NotImplementedError(f"what {name} sends")
 
 

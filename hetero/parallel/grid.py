@@ -172,7 +172,7 @@ class _Linear(torch.autograd.Function):
         return y if bias is None else y + bias
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]  # any arguments
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
         moves: Product = ctx.moves
         x, weight = ctx.saved_tensors
         dx = dw = db = None
@@ -211,7 +211,7 @@ class _Whole(torch.autograd.Function):
         return part
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]  # any arguments
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
         for over in reversed(ctx.joins):
             grad = own(grad, over)
         return grad.contiguous(), None
@@ -247,7 +247,7 @@ class _Words(torch.autograd.Function):
         return rows
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]  # any arguments
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
         here, others = ctx.saved_tensors
         cut: Words = ctx.cut
         for over in reversed(cut.parts):
@@ -297,7 +297,7 @@ class _Copied(torch.autograd.Function):
         return part.view_as(part)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]  # any arguments
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
         return sum_over(grad, ctx.copies), None
 
 
@@ -344,7 +344,7 @@ class _Normed(torch.autograd.Function):
         return (wide * factor).to(x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]  # any arguments
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
         x, mean, factor = ctx.saved_tensors
         norm: Norm = ctx.norm
         normed = (x.to(factor.dtype) if mean is None else x.to(factor.dtype) - mean) * factor

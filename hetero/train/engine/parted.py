@@ -38,11 +38,6 @@ def check_parted(
 
 def refusals(config: Config) -> Iterator[tuple[str, str]]:
     """Yield each setting that is refused, with advice."""
-    if config.precision == "fp16":
-        yield (
-            "precision='fp16' skips steps by what one rank finds",
-            "use precision='bf16', which needs no loss scaling",
-        )
     if config.updates == "backward":
         yield (
             "updates='backward' begins before gradients are summed over the ranks of a tensor",
