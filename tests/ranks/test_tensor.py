@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
 
 import hetero
+from hetero.api import engine_of
 from hetero.errors import ConfigError, DivergenceError, HeteroError, StateError
 from hetero.testing.ranks import outcomes, run_ranks
 from tests.ranks.models import OPTIMIZERS
@@ -27,11 +28,13 @@ from tests.ranks.tensor_models import (
     LossScale,
     TensorRun,
     Trained,
+    around,
     built,
     by_hetero,
     by_torch,
     difference,
     differing,
+    found_in,
     loss_of,
     masters_by_torch,
     mesh_of,
@@ -173,6 +176,36 @@ def compared_halves(rank: int, run: TensorRun) -> tuple[list[str], float, int]:
     for each in (found, expected):
         each.norms = [norm for norm in each.norms if math.isfinite(norm)]
     return difference(found, expected), found_scale, evictions
+
+
+@pytest.mark.campaign(seconds=3)
+@pytest.mark.parametrize("style", ["tp", "sequence", "vocabulary"])
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_updates_begin_in_backward(style: str, optimizer: str) -> None:
+    """Where gradients are complete then: not those of norms that wait for a sum over ranks."""
+    for odd, begun in run_ranks(2, compared_early, TensorRun(style, optimizer)):
+        assert not odd
+        assert begun >= (8 if style == "tp" else 1)
+
+
+def compared_early(rank: int, run: TensorRun) -> tuple[list[str], int]:
+    (plain, its_own), (model, inner) = built(run), built(run)
+    model, optimizer = hetero.prepare(model, inner, **TIGHT, updates="backward")
+    stepper = engine_of(model).steps.stepper
+    assert stepper is not None
+    begun = 0
+    losses = []
+    for step in range(run.steps):
+        with around(run):
+            loss = loss_of(model, run, step)
+            loss.backward()
+        begun += len(stepper.early)
+        losses.append(float(whole(loss.detach())))
+        optimizer.step()
+        optimizer.zero_grad()
+    found = found_in(model, optimizer)
+    found.losses = losses
+    return difference(found, train(plain, its_own, run)), begun
 
 
 @pytest.mark.slow
@@ -472,7 +505,6 @@ def refused(rank: int, folder: str) -> None:
             model, plain = built(run)
             hetero.prepare(model, plain, **{**TIGHT, **settings})
 
-    prepare(ConfigError, "backward", updates="backward")
     prepare(ConfigError, "are DTensors on ranks 0, 1", mesh="world")
     prepare(ConfigError, '"tp" is of 1', mesh={"dp_shard": 2})
     prepare(ConfigError, "there are 2", mesh={"tp": 4})
