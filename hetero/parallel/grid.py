@@ -70,7 +70,7 @@ def own(whole: torch.Tensor, over: Along) -> torch.Tensor:
 # -- what becomes of a layer's operands ------------------------------------------------------------
 
 
-class Level(NamedTuple):
+class Divided(NamedTuple):
     """Which axes of the mesh divide activations."""
 
     batch: tuple[int, ...]
@@ -82,8 +82,8 @@ class Grid(NamedTuple):
     """How a mesh divides a transformer: its pairs of layers lead from one level to another, and
     back."""
 
-    outside: Level
-    inside: Level
+    outside: Divided
+    inside: Divided
     """Between the layers of a pair, and after the head."""
     weights: int
     """The axis along which weights are gathered."""
@@ -91,9 +91,9 @@ class Grid(NamedTuple):
 
 
 GRIDS = {
-    "2d": Grid(Level((0,), 1), Level((0,), 1), 0, 2),
-    "2.5d": Grid(Level((0, 2), 1), Level((0, 2), 1), 0, 3),
-    "3d": Grid(Level((0, 2), 1), Level((1, 2), 0), 2, 3),
+    "2d": Grid(Divided((0,), 1), Divided((0,), 1), 0, 2),
+    "2.5d": Grid(Divided((0, 2), 1), Divided((0, 2), 1), 0, 3),
+    "3d": Grid(Divided((0, 2), 1), Divided((1, 2), 0), 2, 3),
 }
 
 
@@ -101,16 +101,16 @@ def along(mesh: DeviceMesh, axis: int, dim: int) -> Along:
     return Along(mesh.get_group(axis).group_name, mesh.size(axis), mesh.get_local_rank(axis), dim)
 
 
-def batch_parts(mesh: DeviceMesh, level: Level) -> tuple[Along, ...]:
+def batch_parts(mesh: DeviceMesh, level: Divided) -> tuple[Along, ...]:
     return tuple(along(mesh, axis, 0) for axis in level.batch)
 
 
-def vector_placements(grid: Grid, level: Level) -> list[Placement]:
+def vector_placements(grid: Grid, level: Divided) -> list[Placement]:
     """Return those of a bias, or of a norm's weight: parts of the features, on all of the batch."""
     return [Shard(0) if axis == level.features else Replicate() for axis in range(grid.n_axes)]
 
 
-def weight_placements(grid: Grid, before: Level, after: Level) -> list[Placement]:
+def weight_placements(grid: Grid, before: Divided, after: Divided) -> list[Placement]:
     """Return those of a linear layer's weight, [outputs, inputs]."""
     found: list[Placement] = [Replicate()] * grid.n_axes
     if before != after:
@@ -134,7 +134,7 @@ def places_placements(grid: Grid) -> list[Placement]:
 # -- linear layers -------------------------------------------------------------------------------
 
 
-class Product(NamedTuple):
+class Moves(NamedTuple):
     """Over which ranks the operands of a linear layer move."""
 
     inputs: Along
@@ -146,11 +146,11 @@ class Product(NamedTuple):
     bias_copies: tuple[Along, ...]
 
 
-def product(mesh: DeviceMesh, grid: Grid, before: Level, after: Level) -> Product:
+def product(mesh: DeviceMesh, grid: Grid, before: Divided, after: Divided) -> Moves:
     placements = weight_placements(grid, before, after)
     twins = (axis for axis, placement in enumerate(placements) if placement.is_replicate())
     is_cut = before != after
-    return Product(
+    return Moves(
         inputs=along(mesh, after.features, 0) if is_cut else along(mesh, before.features, -1),
         weight=along(mesh, grid.weights, 1),
         outputs=along(mesh, before.features, 0) if is_cut else None,
@@ -162,7 +162,7 @@ def product(mesh: DeviceMesh, grid: Grid, before: Level, after: Level) -> Produc
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, moves: Product
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, moves: Moves
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         ctx.moves = moves
@@ -173,7 +173,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        moves: Product = ctx.moves
+        moves: Moves = ctx.moves
         x, weight = ctx.saved_tensors
         dx = dw = db = None
         if ctx.needs_input_grad[2]:
@@ -190,7 +190,7 @@ class _Linear(torch.autograd.Function):
 class CutLinear(nn.Linear):
     """A linear layer of which ranks divide the weight and the inputs."""
 
-    moves: Product
+    moves: Moves
     joins: tuple[Along, ...]
     """Over which outputs are gathered, after each other, so that all ranks have the whole."""
 
@@ -217,14 +217,14 @@ class _Whole(torch.autograd.Function):
         return grad.contiguous(), None
 
 
-def joins_of(mesh: DeviceMesh, level: Level) -> tuple[Along, ...]:
+def joins_of(mesh: DeviceMesh, level: Divided) -> tuple[Along, ...]:
     return (along(mesh, level.features, -1), *reversed(batch_parts(mesh, level)))
 
 
 # -- embeddings ----------------------------------------------------------------------------------
 
 
-class Words(NamedTuple):
+class OwnWords(NamedTuple):
     """Whose words an embedding's part has, and which ranks have parts of the batch."""
 
     first: int
@@ -235,7 +235,7 @@ class Words(NamedTuple):
 
 class _Words(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, weight: torch.Tensor, words: torch.Tensor, cut: Words) -> torch.Tensor:
+    def forward(ctx: Any, weight: torch.Tensor, words: torch.Tensor, cut: OwnWords) -> torch.Tensor:
         here = words - cut.first
         others = (here < 0) | (here >= cut.n)
         here = here.masked_fill(others, 0)
@@ -249,7 +249,7 @@ class _Words(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         here, others = ctx.saved_tensors
-        cut: Words = ctx.cut
+        cut: OwnWords = ctx.cut
         for over in reversed(cut.parts):
             grad = gather(grad, over)
         grad = grad.masked_fill(others[..., None], 0)
@@ -273,7 +273,7 @@ class CutWords(nn.Embedding):
             n //= over.n
             first += over.rank * n
         padding = -1 if self.padding_idx is None else self.padding_idx
-        return apply(_Words, weight, input, Words(first, n, padding, self.parts))
+        return apply(_Words, weight, input, OwnWords(first, n, padding, self.parts))
 
 
 def check_batch(n: int, parts: Sequence[Along]) -> None:

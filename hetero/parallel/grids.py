@@ -31,13 +31,13 @@ from hetero.parallel.grid import (
     weight_placements,
     words_placements,
 )
-from hetero.parallel.recipe import Role, check_divides, joined, tied
+from hetero.parallel.roles import LayerRole, check_divides, joined, tied
 
 Placements = Mapping[str, list[Placement]]
 """Of the parameters of a layer, by their names."""
 
 
-def divide(model: nn.Module, mesh: DeviceMesh, roles: Mapping[str, Role], dims: str) -> None:
+def divide(model: nn.Module, mesh: DeviceMesh, roles: Mapping[str, LayerRole], dims: str) -> None:
     """Divide a model over a mesh, once all of it is known to be divisible."""
     grid = GRIDS[dims]
     check_known(model, roles)
@@ -50,24 +50,26 @@ def divide(model: nn.Module, mesh: DeviceMesh, roles: Mapping[str, Role], dims: 
         MADE[roles[name]](layer, mesh, grid)
 
 
-def placements_of(role: Role, grid: Grid) -> Placements:
+def placements_of(role: LayerRole, grid: Grid) -> Placements:
     """Return how the parameters of a layer are placed."""
     outside, inside = grid.outside, grid.inside
-    if role in (Role.COLUMNS, Role.HEAD):
+    if role in (LayerRole.COLUMNS, LayerRole.HEAD):
         weight = weight_placements(grid, outside, inside)
         return {"weight": weight, "bias": vector_placements(grid, inside)}
-    if role is Role.ROWS:
+    if role is LayerRole.ROWS:
         weight = weight_placements(grid, inside, outside)
         return {"weight": weight, "bias": vector_placements(grid, outside)}
-    if role is Role.NORM:
+    if role is LayerRole.NORM:
         return dict.fromkeys(("weight", "bias"), vector_placements(grid, outside))
-    return {"weight": words_placements(grid) if role is Role.WORDS else places_placements(grid)}
+    return {
+        "weight": words_placements(grid) if role is LayerRole.WORDS else places_placements(grid)
+    }
 
 
 # -- refusals ------------------------------------------------------------------------------------
 
 
-def check_known(model: nn.Module, roles: Mapping[str, Role]) -> None:
+def check_known(model: nn.Module, roles: Mapping[str, LayerRole]) -> None:
     """Refuse a model of which something is not known to work on parts of activations."""
     shared = tied(model)
     for path, module in model.named_modules():
@@ -80,19 +82,19 @@ def check_known(model: nn.Module, roles: Mapping[str, Role]) -> None:
             refuse(path, "drops features, the same ones of each part", "set its p to 0")
     for name, role in roles.items():
         check_kind(name, role, model.get_submodule(name))
-    for role in (Role.WORDS, Role.HEAD):
+    for role in (LayerRole.WORDS, LayerRole.HEAD):
         if role not in roles.values():
             refuse(f"the {role.value}", "is not found", "give it a name that is known")
 
 
-def check_kind(name: str, role: Role, layer: Any) -> None:
+def check_kind(name: str, role: LayerRole, layer: Any) -> None:
     """Refuse a layer of a known name that does more than it says."""
-    if role in (Role.FUSED, Role.FUSED_ROWS):
+    if role in (LayerRole.FUSED, LayerRole.FUSED_ROWS):
         refuse(name, "is cut between heads", "divide it in q_proj, k_proj and v_proj")
     kinds = {nn.Linear, nn.Embedding}
-    if role is not Role.NORM and type(layer) not in kinds:
+    if role is not LayerRole.NORM and type(layer) not in kinds:
         refuse(name, f"is a {type(layer).__name__}", "parallelize the model before adapters")
-    if role is Role.NORM and (layer.weight is None or layer.weight.dim() != 1):
+    if role is LayerRole.NORM and (layer.weight is None or layer.weight.dim() != 1):
         refuse(name, "has no weight of one dimension", "use dims='1d'")
     if isinstance(layer, nn.Embedding) and (
         layer.max_norm is not None or layer.sparse or layer.scale_grad_by_freq
@@ -105,7 +107,7 @@ def refuse(name: str, why: str, advice: str) -> None:
 
 
 def check_layer(
-    model: nn.Module, name: str, role: Role, placements: Placements, sizes: Sequence[int]
+    model: nn.Module, name: str, role: LayerRole, placements: Placements, sizes: Sequence[int]
 ) -> None:
     """Refuse a layer with a dimension that ranks do not divide."""
     weight: Any = model.get_submodule(name).weight
@@ -163,11 +165,11 @@ def norm(layer: nn.Module, mesh: DeviceMesh, grid: Grid) -> None:
     become(layer, CutNorm, norm=cut)
 
 
-MADE: Mapping[Role, Callable[[nn.Module, DeviceMesh, Grid], None]] = {
-    Role.COLUMNS: columns,
-    Role.ROWS: rows,
-    Role.HEAD: head,
-    Role.WORDS: words,
-    Role.PLACES: places,
-    Role.NORM: norm,
+MADE: Mapping[LayerRole, Callable[[nn.Module, DeviceMesh, Grid], None]] = {
+    LayerRole.COLUMNS: columns,
+    LayerRole.ROWS: rows,
+    LayerRole.HEAD: head,
+    LayerRole.WORDS: words,
+    LayerRole.PLACES: places,
+    LayerRole.NORM: norm,
 }

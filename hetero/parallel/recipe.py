@@ -7,10 +7,8 @@ an MLP by its inner width. Embeddings and heads are cut by words; norms are whol
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -24,16 +22,9 @@ from torch.distributed.tensor.parallel import (
 )
 
 from hetero.errors import ConfigError
+from hetero.parallel.grids import divide
+from hetero.parallel.roles import CUT_IN_ROWS, LayerRole, check_divides, roles_of
 
-COLUMNS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "gate", "up", "fc1", "w1", "w3")
-ROWS = ("o_proj", "out_proj", "out", "down_proj", "down", "fc2", "w2")
-FUSED = ("qkv", "qkv_proj", "query_key_value")
-"""Queries, keys and values of all heads in one layer: its columns are gathered again."""
-WORDS = ("embed_tokens", "tokens", "embed", "wte", "word_embeddings", "tok_embeddings")
-PLACES = ("wpe", "positions", "position_embeddings", "pos_embed")
-HEADS = ("lm_head", "head", "output")
-RMS_NORMS = ("LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm", "MixtralRMSNorm")
-"""Norms of transformers that are torch's, apart from how they round."""
 DIMS: Mapping[str, tuple[int, str]] = {
     "1d": (1, "one axis"),
     "2d": (2, "q x q"),
@@ -77,29 +68,15 @@ def shown(shape: Sequence[int]) -> str:
     return " x ".join(map(str, shape)) or "number"
 
 
-class Role(Enum):
-    """What a layer is in a transformer."""
-
-    COLUMNS = "first of a pair"
-    ROWS = "last of a pair"
-    FUSED = "queries, keys and values"
-    FUSED_ROWS = "after them"
-    WORDS = "embedding of words"
-    PLACES = "embedding of positions"
-    HEAD = "head"
-    NORM = "norm"
-
-
-STYLES: Mapping[Role, Callable[[], ParallelStyle]] = {
-    Role.COLUMNS: ColwiseParallel,
-    Role.ROWS: RowwiseParallel,
-    Role.FUSED: lambda: ColwiseParallel(output_layouts=Replicate()),
-    Role.FUSED_ROWS: lambda: RowwiseParallel(input_layouts=Replicate()),
-    Role.WORDS: lambda: RowwiseParallel(input_layouts=Replicate()),
-    Role.HEAD: lambda: ColwiseParallel(output_layouts=Replicate()),
+STYLES: Mapping[LayerRole, Callable[[], ParallelStyle]] = {
+    LayerRole.COLUMNS: ColwiseParallel,
+    LayerRole.ROWS: RowwiseParallel,
+    LayerRole.FUSED: lambda: ColwiseParallel(output_layouts=Replicate()),
+    LayerRole.FUSED_ROWS: lambda: RowwiseParallel(input_layouts=Replicate()),
+    LayerRole.WORDS: lambda: RowwiseParallel(input_layouts=Replicate()),
+    LayerRole.HEAD: lambda: ColwiseParallel(output_layouts=Replicate()),
 }
 """What is divided over one axis; all else is whole."""
-CUT_IN_ROWS = (Role.ROWS, Role.FUSED_ROWS)
 
 
 def parallelize(model: nn.Module, mesh: DeviceMesh, dims: str = "1d") -> PlacedModel:
@@ -134,8 +111,6 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, dims: str = "1d") -> PlacedM
     if dims == "1d":
         divide_in_one(model, mesh, roles)
     else:
-        from hetero.parallel.grids import divide  # which other models do not pay for
-
         divide(model, mesh, roles, dims)
     return PlacedModel(tuple(mesh.shape), tuple(placed(model)))
 
@@ -163,7 +138,7 @@ def check_whole(model: nn.Module) -> None:
             )
 
 
-def divide_in_one(model: nn.Module, mesh: DeviceMesh, roles: Mapping[str, Role]) -> None:
+def divide_in_one(model: nn.Module, mesh: DeviceMesh, roles: Mapping[str, LayerRole]) -> None:
     """Divide layers over one axis, each with torch's own class."""
     plan = {name: STYLES[role]() for name, role in roles.items() if role in STYLES}
     for name in plan:
@@ -171,76 +146,6 @@ def divide_in_one(model: nn.Module, mesh: DeviceMesh, roles: Mapping[str, Role])
         in_rows = roles[name] in CUT_IN_ROWS
         check_divides(model, name, layer.weight.shape[in_rows], int(in_rows), mesh.size())
     parallelize_module(model, mesh, plan)
-
-
-def roles_of(model: nn.Module) -> Iterator[tuple[str, Role]]:
-    """Yield the role of each layer that has one."""
-    shared = tied(model)
-    for path, module in model.named_modules():
-        layers = {
-            name: child
-            for name, child in module.named_children()
-            if id(getattr(child, "weight", None)) not in shared
-        }
-        yield from ((joined(path, name), role) for name, role in roles_in(layers).items())
-
-
-def roles_in(layers: Mapping[str, nn.Module]) -> dict[str, Role]:
-    """Return the roles of one module's layers."""
-    found: dict[str, Role] = {}
-    linear = [name for name, layer in layers.items() if isinstance(layer, nn.Linear)]
-    rows = [name for name in linear if name in ROWS]
-    fused = [name for name in linear if name in FUSED]
-    columns = [name for name in linear if name in COLUMNS]
-    if len(rows) == 1 and fused and not columns:
-        found |= dict.fromkeys(fused, Role.FUSED) | {rows[0]: Role.FUSED_ROWS}
-    elif len(rows) == 1 and columns and not fused:
-        found |= dict.fromkeys(columns, Role.COLUMNS) | {rows[0]: Role.ROWS}
-    for name, layer in layers.items():
-        if isinstance(layer, nn.Embedding) and name in (*WORDS, *PLACES):
-            found[name] = Role.WORDS if name in WORDS else Role.PLACES
-        elif name in HEADS and isinstance(layer, nn.Linear):
-            found[name] = Role.HEAD
-        elif is_norm(layer) and not columns and not fused:  # beside them, of heads
-            found[name] = Role.NORM
-    return found
-
-
-def is_norm(layer: nn.Module) -> bool:
-    known = type(layer).__name__ in RMS_NORMS and hasattr(layer, "variance_epsilon")
-    return known or isinstance(layer, (nn.LayerNorm, nn.RMSNorm))
-
-
-def tied(model: nn.Module) -> set[int]:
-    """Return the ids of parameters that have several names: torch would divide each by itself."""
-    names = Counter(id(param) for _, param in model.named_parameters(remove_duplicate=False))
-    return {param for param, count in names.items() if count > 1}
-
-
-def check_divides(model: nn.Module, name: str, size: int, dim: int, n_ranks: int) -> None:
-    """Raise ConfigError if a dimension of a layer's weight is not divisible by its parts."""
-    layer = model.get_submodule(name)
-    what = "inputs" if dim else "outputs"
-    if is_norm(layer):
-        what = "features"
-    elif isinstance(layer, nn.Embedding):
-        what = "features" if dim else "words"
-    elif not dim and name.rpartition(".")[2] in HEADS:
-        what = "words"
-    head = getattr(model.get_submodule(name.rpartition(".")[0]), "head_dim", None)
-    in_rows = name.rpartition(".")[2] in ROWS
-    if isinstance(head, int) and head and size % head == 0 and bool(dim) == in_rows:
-        size, what = size // head, f"heads of {head}"
-    if size % n_ranks:
-        raise ConfigError(
-            f"{name!r} has {size} {what}, which {n_ranks} ranks do not divide",
-            advice=f"divide the model over {' or '.join(map(str, fitting(size)))} ranks",
-        )
-
-
-def fitting(size: int) -> list[int]:
-    """Return the smallest numbers of ranks, above one, that divide a size."""
-    return [n for n in range(2, size + 1) if size % n == 0][:3] or [1]
 
 
 def placed(model: nn.Module) -> Iterator[PlacedLayer]:
@@ -254,7 +159,3 @@ def placed(model: nn.Module) -> Iterator[PlacedLayer]:
         counts[row] = counts.get(row, 0) + 1
     for (name, said, whole, part), count in counts.items():
         yield PlacedLayer(name, count, said, whole, part)
-
-
-def joined(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name

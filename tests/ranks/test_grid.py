@@ -144,7 +144,7 @@ def far(rank: int, dims: str) -> float:
     return max(float(each.detach().abs().max()) for each in off)
 
 
-@pytest.mark.campaign(seconds=4)
+@pytest.mark.campaign(seconds=2)
 @pytest.mark.parametrize("dims", ["2d", "2.5d", "3d"])
 def test_divided_layers_compute_what_whole_ones_do(dims: str) -> None:
     """Gradients are near 1, and sums are of parts, in another order: some ulps of fp32."""
@@ -236,7 +236,7 @@ PLACES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.campaign(seconds=6)
+@pytest.mark.campaign(seconds=2.5)
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize("passes, clip", [(1, None), (2, 0.05)])
 @pytest.mark.parametrize("settings", PLACES.values(), ids=PLACES)

@@ -122,7 +122,7 @@ def compared_masters(rank: int, run: TensorRun, settings: dict[str, Any]) -> lis
     return difference(found, expected)
 
 
-@pytest.mark.campaign(seconds=3)
+@pytest.mark.campaign(seconds=1)
 @pytest.mark.parametrize("style", ["tp", "sequence"])
 @pytest.mark.parametrize("passes", [1, 2])
 @pytest.mark.parametrize("clip", [None, 0.05])
@@ -178,7 +178,7 @@ def compared_halves(rank: int, run: TensorRun) -> tuple[list[str], float, int]:
     return difference(found, expected), found_scale, evictions
 
 
-@pytest.mark.campaign(seconds=3)
+@pytest.mark.campaign(seconds=1)
 @pytest.mark.parametrize("style", ["tp", "sequence", "vocabulary"])
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_updates_begin_in_backward(style: str, optimizer: str) -> None:

@@ -83,7 +83,7 @@ def one_loss(rank: int, n_words: int, options: dict[str, Any]) -> dict[str, Any]
     return {"off": off, "same": same, "most": largest, "bits": found[1]}
 
 
-@pytest.mark.campaign(seconds=1)
+@pytest.mark.campaign(seconds=0.6)
 @pytest.mark.parametrize("n_ranks, n_words", [(2, 64), (2, 63), (3, 64)])
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("more", [{}, {"label_smoothing": 0.1, "z_loss": 0.01}], ids=["", "more"])
