@@ -7,6 +7,7 @@ import copy
 import pickle
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -325,6 +326,36 @@ def adamw_of_trained(model: LM) -> torch.optim.Optimizer:
     for number in (1, 2):
         model.blocks[number].requires_grad_(False)
     return OPTIMIZERS["adamw"]([p for p in model.parameters() if p.requires_grad])
+
+
+# -- checkpoints ---------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_a_square_loads_on_a_line_and_back(tmp_path: Path) -> None:
+    for odd in run_ranks(4, moved, str(tmp_path)):
+        assert not odd
+
+
+def moved(rank: int, folder: str) -> list[str]:
+    """Save weights and states of a square, load them on a line, and the line's on a square."""
+    found: list[Trained] = []
+    for number, dims in enumerate(("2d", "1d", "2d")):
+        torch.manual_seed(number)
+        model, sizes = LM(), (2, 2) if dims == "2d" else (4,)
+        parallelize(model, init_device_mesh("cpu", sizes), dims)
+        plain = OPTIMIZERS["adamw"](model.parameters())
+        prepared, optimizer = hetero.prepare(model, plain, **{**TIGHT, "hbm": 60_000})
+        if number:
+            hetero.load_checkpoint(f"{folder}/{number - 1}", prepared, optimizer)
+        else:
+            for step in range(2):
+                loss_of(prepared, step).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        hetero.save_checkpoint(f"{folder}/{number}", prepared, optimizer)
+        found.append(found_in(prepared, optimizer))
+    return [odd for each in found[1:] for odd in difference(each, found[0])]
 
 
 # -- bad input -----------------------------------------------------------------------------------
