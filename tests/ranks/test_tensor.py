@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
 
@@ -25,6 +25,8 @@ from tests.ranks.models import OPTIMIZERS
 from tests.ranks.tensor_models import (
     LM,
     TIGHT,
+    WIDTH,
+    WORDS,
     LossScale,
     TensorRun,
     Trained,
@@ -521,6 +523,25 @@ def refused(rank: int, folder: str) -> None:
     layer.weight = nn.Parameter(addends)
     with pytest.raises(ConfigError, match="'weight' is placed as"):
         hetero.prepare(layer, **TIGHT)
+
+    model, _ = built(TensorRun("tp"))
+    other = DeviceMesh("cpu", [1, 0])
+    cut = distribute_tensor(torch.ones(WORDS, WIDTH), other, [Shard(0)])
+    model.embed.weight = nn.Parameter(cut)
+    with pytest.raises(ConfigError, match=r"'blocks.0.up.weight' is a DTensor on ranks \[0, 1\]"):
+        hetero.prepare(model, **TIGHT)
+
+    model, plain = built(TensorRun("tp"))
+    model, _ = hetero.prepare(model, plain, **{**TIGHT, "hbm": 400_000})
+    mesh = model.blocks[0].up.weight.device_mesh
+
+    def largest(grad: torch.Tensor) -> torch.Tensor:
+        local = grad.to_local()  # type: ignore[operator]  # of a DTensor
+        return DTensor.from_local(local, mesh, [Partial("max")], run_check=False)
+
+    model.blocks[0].down.bias.register_hook(largest)
+    with pytest.raises(StateError, match=r"'blocks.0.down.bias' is P\(max\), which is no sum"):
+        loss_of(model, TensorRun("tp"), 0).backward()
 
     model, plain = built(run)
     model, _ = hetero.prepare(model, plain, **TIGHT)
