@@ -123,7 +123,7 @@ def check_axes(mesh: DeviceMesh, dims: str) -> None:
         sizes = " x ".join(map(str, mesh.shape))
         raise ConfigError(
             f"dims={dims!r} on a mesh of {sizes} ranks: it takes {form}",
-            advice=f"init_device_mesh(device, ({form.replace(' x ', ', ')}))",
+            advice="give init_device_mesh(device, sizes) such sizes, or choose other dims=",
         )
 
 
