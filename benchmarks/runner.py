@@ -27,6 +27,7 @@ from benchmarks import (
     ranks,
     scale,
     stages,
+    tensors,
     update,
     watching,
 )
@@ -120,6 +121,8 @@ BENCHES: dict[str, Callable[[str | None], engine.Figures]] = {
     "ranks-diverge": ranks.diverge,
     "roll-call": ranks.roll_call,
     "save-ranks": ranks.save,
+    "tensor-pages": tensors.pages,
+    "tp-volume": tensors.volume,
     "watch-overhead": watching.watch_overhead,
 }
 

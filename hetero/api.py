@@ -118,7 +118,7 @@ def _engine(
     parts = parts_of(model)
     check_model(model, weights=config.weights is not None, parts=parts)
     inner = check_pair(model, optimizer)
-    check_parted(model, inner, config, parts)
+    check_parted(model, inner, parts)
     device = open_device(config.device)
     comm = open_comm(
         *(config.mesh, config.timeout_seconds, config.sum_group),

@@ -98,6 +98,33 @@ def foreach_norm(tensor: torch.Tensor, ord: float) -> torch.Tensor:
     return _norms([tensor], ord)[0]
 
 
+# -- collectives ---------------------------------------------------------------------------------
+
+
+def all_gathered(part: torch.Tensor, n: int, group: str) -> torch.Tensor:
+    """Return the parts of the n ranks of a group, one after the other along dimension 0."""
+    collectives = torch.ops._c10d_functional
+    found: torch.Tensor = collectives.all_gather_into_tensor(part, n, group)
+    collectives.wait_tensor(found)
+    return found
+
+
+def reduce_scattered(addend: torch.Tensor, n: int, group: str) -> torch.Tensor:
+    """Return this rank's part, along dimension 0, of the sum of n ranks' addends."""
+    collectives = torch.ops._c10d_functional
+    found: torch.Tensor = collectives.reduce_scatter_tensor(addend, "sum", n, group)
+    collectives.wait_tensor(found)
+    return found
+
+
+def all_reduced(addend: torch.Tensor, group: str, op: str = "sum") -> torch.Tensor:
+    """Return the sum of what a group's ranks have each, or "max" for the largest."""
+    collectives = torch.ops._c10d_functional
+    found: torch.Tensor = collectives.all_reduce(addend, op, group)
+    collectives.wait_tensor(found)
+    return found
+
+
 # -- backward passes -----------------------------------------------------------------------------
 
 NO_TASK = -1

@@ -18,6 +18,7 @@ from torch import nn
 
 from hetero.errors import ConfigError
 from hetero.functional.loss import linear_cross_entropy
+from hetero.functional.words import words_of
 from hetero.internals import make_wrapper, tree_map, without_torch_function
 
 LOSS = "ForCausalLMLoss"  # of transformers, shared by its causal models
@@ -58,6 +59,22 @@ class LateLogits(torch.Tensor):
         if self._found is None:
             self._found = self._compute(self.hidden)
         return self._found
+
+    # torch's ColwiseParallel asks these of what a head returns, to bring it to other ranks
+
+    @property
+    def placements(self) -> None:
+        """None are known before the logits are computed."""
+
+    def redistribute(self, *args: Any, **kwargs: Any) -> LateLogits:
+        return self._then(lambda logits: logits.redistribute(*args, **kwargs))
+
+    def to_local(self, **kwargs: Any) -> LateLogits:
+        return self._then(lambda logits: logits.to_local(**kwargs))
+
+    def _then(self, move: Callable[[Any], torch.Tensor]) -> LateLogits:
+        compute = self._compute
+        return LateLogits.of(self.hidden, self.shape[-1], lambda hidden: move(compute(hidden)))
 
     @classmethod
     def __torch_function__(
@@ -104,6 +121,7 @@ def head_of(model: nn.Module) -> nn.Linear:
             advice="leave fused_loss out, and call hetero.linear_cross_entropy where the loss is"
             " computed",
         )
+    words_of(head.weight)  # which refuses one that ranks divide otherwise
     return head
 
 

@@ -23,6 +23,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from hetero.errors import ConfigError
+from hetero.functional.words import Read, Words, here, whole, words_of
 
 REDUCTIONS = ("mean", "sum", "none")
 # Logits of one chunk, in the dtype of the softmax. The order of sums depends on the chunk, so it is
@@ -41,6 +42,7 @@ class Terms(NamedTuple):
     z_loss: float
     reduction: str
     chunk_tokens: int
+    words: Words
 
 
 def linear_cross_entropy(
@@ -64,7 +66,8 @@ def linear_cross_entropy(
 
     Args:
         hidden: [..., H], of the weight's dtype.
-        weight: [V, H]; bias: [V] or None.
+        weight: [V, H]; bias: [V] or None. Ranks may divide both by words (DTensors, as under
+            ``ColwiseParallel``): each has logits of its own words, and all get the same loss.
         labels: [...] int64, each in [0, V) or ``ignore_index``.
         label_smoothing: in [0, 1], as in `torch.nn.functional.cross_entropy`.
         z_loss: weight of the squared log of the partition function.
@@ -84,13 +87,16 @@ def linear_cross_entropy(
         >>> torch.allclose(loss, plain)
         True
     """
+    hidden, labels = whole(hidden), whole(labels)
     check(hidden, weight, labels, bias)
     if reduction not in REDUCTIONS:
         raise ConfigError(f"reduction={reduction!r}", advice=f"one of {', '.join(REDUCTIONS)}")
     if not 0.0 <= label_smoothing <= 1.0:
         raise ConfigError(f"label_smoothing={label_smoothing}", advice="it lies in [0, 1]")
-    tokens = chunk_tokens or tokens_at_once(weight)
-    terms = Terms(ignore_index, label_smoothing, z_loss, reduction, tokens)
+    words = words_of(weight)
+    tokens = chunk_tokens or tokens_at_once(weight, words.n_parts)
+    terms = Terms(ignore_index, label_smoothing, z_loss, reduction, tokens, words)
+    weight, bias = here(weight), None if bias is None else here(bias)
     place = hidden.device.type
     casts = torch.amp.is_autocast_available(place)  # tensors without bytes cast nothing
     if casts and torch.is_autocast_enabled(place):
@@ -125,9 +131,10 @@ def check(
         )
 
 
-def tokens_at_once(weight: torch.Tensor) -> int:
-    """Return the tokens of a chunk for a head's weight, [V, H]: by its shape and dtype alone."""
-    vocabulary, width = weight.shape
+def tokens_at_once(weight: torch.Tensor, n_parts: int = 1) -> int:
+    """Return the tokens of a chunk for a head's weight, [V, H], in equal parts of its words: by its
+    shape and dtype alone."""
+    vocabulary, width = -(-weight.shape[0] // n_parts), weight.shape[1]
     item = softmax_dtype(weight.dtype).itemsize
     logits_bytes = max(LOGITS_BYTES, item * vocabulary * width // GRADIENT_SHARE)
     return max(1, logits_bytes // max(1, item * vocabulary))
@@ -147,7 +154,11 @@ class _Chunk(NamedTuple):
     """[t] bool: False where the label is ignored."""
     labels: torch.Tensor
     """[t], with 0 for those ignored."""
-    lse: torch.Tensor
+    read: Read
+
+    @property
+    def lse(self) -> torch.Tensor:
+        return self.read.lse
 
 
 def chunks(
@@ -173,15 +184,17 @@ def _chunk(
 ) -> _Chunk:
     logits = torch.nn.functional.linear(hidden, weight, bias).to(softmax_dtype(hidden.dtype))
     counts = labels != terms.ignore_index
-    return _Chunk(rows, logits, counts, labels.where(counts, 0), torch.logsumexp(logits, -1))
+    labels = labels.where(counts, 0)
+    read = terms.words.read(logits, labels, smooth=bool(terms.label_smoothing))
+    return _Chunk(rows, logits, counts, labels, read)
 
 
 def losses_of(chunk: _Chunk, terms: Terms) -> torch.Tensor:
     """Return the losses of a chunk's tokens, [t]; 0 where the label is ignored."""
     s, lse = terms.label_smoothing, chunk.lse
-    loss = (lse - chunk.logits.gather(-1, chunk.labels[:, None])[:, 0]) * (1 - s)
-    if s:
-        loss += (lse - chunk.logits.mean(-1)) * s
+    loss = (lse - chunk.read.chosen) * (1 - s)
+    if chunk.read.mean is not None:
+        loss += (lse - chunk.read.mean) * s
     if terms.z_loss:
         loss += lse.square() * terms.z_loss
     return loss.where(chunk.counts, 0)
@@ -194,9 +207,8 @@ def into_gradient(chunk: _Chunk, factors: torch.Tensor, terms: Terms) -> torch.T
     if terms.z_loss:
         d.mul_(1 + 2 * terms.z_loss * chunk.lse[:, None])
     if s:
-        d.sub_(s / d.shape[-1])
-    less = torch.full_like(chunk.lse, s - 1)
-    d.scatter_add_(-1, chunk.labels[:, None], less[:, None])
+        d.sub_(s / terms.words.n)
+    terms.words.add(d, chunk.labels, s - 1)
     # not a product: ignored rows may be infinite
     return d.mul_(factors[:, None]).masked_fill_(~chunk.counts[:, None], 0)
 
@@ -239,6 +251,11 @@ class _Sums:
         else:
             self.weight += narrow.T @ hidden[rows]
 
+    def over_ranks(self, words: Words) -> None:
+        """Add up what comes to the hidden states through the words of all ranks."""
+        if self.hidden is not None:
+            self.hidden = words.summed(self.hidden)
+
 
 class _Head(torch.autograd.Function):
     @staticmethod
@@ -271,6 +288,7 @@ class _Head(torch.autograd.Function):
         ctx.terms, ctx.wanted = terms, wanted
         ctx.dtypes = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
         if sums is not None:
+            sums.over_ranks(terms.words)
             ctx.save_for_backward(sums.hidden, sums.weight, sums.bias)
         elif any(wanted):
             ctx.save_for_backward(hidden, weight, bias, labels)
@@ -291,6 +309,7 @@ class _Head(torch.autograd.Function):
                 del chunk
                 sums.add(rows, narrow)
                 del narrow
+            sums.over_ranks(ctx.terms.words)
             found = [sums.hidden, sums.weight, sums.bias]
         else:
             found = [None if g is None else g * grad.to(g.dtype) for g in ctx.saved_tensors]

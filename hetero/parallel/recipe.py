@@ -7,8 +7,7 @@ an MLP by its inner width. Embeddings and heads are cut by words; norms are whol
 from __future__ import annotations
 
 import re
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -23,13 +22,16 @@ from torch.distributed.tensor.parallel import (
 )
 
 from hetero.errors import ConfigError
+from hetero.parallel.grids import divide
+from hetero.parallel.roles import CUT_IN_ROWS, LayerRole, check_divides, roles_of
 
-COLUMNS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "gate", "up", "fc1", "w1", "w3")
-ROWS = ("o_proj", "out_proj", "out", "down_proj", "down", "fc2", "w2")
-FUSED = ("qkv", "qkv_proj", "query_key_value")
-"""Queries, keys and values of all heads in one layer: its columns are gathered again."""
-WORDS = ("embed_tokens", "tokens", "embed", "wte", "word_embeddings", "tok_embeddings")
-HEADS = ("lm_head", "head", "output")
+DIMS: Mapping[str, tuple[int, str]] = {
+    "1d": (1, "one axis"),
+    "2d": (2, "q x q"),
+    "2.5d": (3, "q x q x d"),
+    "3d": (3, "q x q x q"),
+}
+"""The axes of a mesh for each, and their sizes."""
 
 
 class PlacedLayer(NamedTuple):
@@ -47,11 +49,12 @@ class PlacedLayer(NamedTuple):
 class PlacedModel:
     """How ranks divide a model; prints as a table."""
 
-    n_ranks: int
+    sizes: tuple[int, ...]
+    """Of the mesh's axes."""
     layers: tuple[PlacedLayer, ...] = field(default_factory=tuple)
 
     def __str__(self) -> str:
-        heads = ("layer", "", "placement", "whole", f"on each of {self.n_ranks} ranks")
+        heads = ("layer", "", "placement", "whole", f"on each of {shown(self.sizes)} ranks")
         rows = [heads] + [
             (each.name, f"x {each.n_layers}", each.placements, shown(each.whole), shown(each.part))
             for each in self.layers
@@ -65,90 +68,84 @@ def shown(shape: Sequence[int]) -> str:
     return " x ".join(map(str, shape)) or "number"
 
 
-def parallelize(model: nn.Module, mesh: DeviceMesh) -> PlacedModel:
-    """Divide the layers of a transformer over the ranks of a mesh of one axis, with torch's
-    ``parallelize_module``; returns what became of each.
+STYLES: Mapping[LayerRole, Callable[[], ParallelStyle]] = {
+    LayerRole.COLUMNS: ColwiseParallel,
+    LayerRole.ROWS: RowwiseParallel,
+    LayerRole.FUSED: lambda: ColwiseParallel(output_layouts=Replicate()),
+    LayerRole.FUSED_ROWS: lambda: RowwiseParallel(input_layouts=Replicate()),
+    LayerRole.WORDS: lambda: RowwiseParallel(input_layouts=Replicate()),
+    LayerRole.HEAD: lambda: ColwiseParallel(output_layouts=Replicate()),
+}
+"""What is divided over one axis; all else is whole."""
 
-    Layers are known by their names (`COLUMNS` and `ROWS` in one module, `FUSED`, `WORDS`, `HEADS`).
-    A module of attention has to take the number of its heads from the shape of what its layers
-    return, as those of transformers do; around a `FUSED` layer it computes all heads on each rank.
-    Tied weights stay whole.
 
-    Raises ConfigError, before anything is divided, if there is no such pair of layers, or if the
-    number of ranks does not divide words, widths or heads.
+def parallelize(model: nn.Module, mesh: DeviceMesh, dims: str = "1d") -> PlacedModel:
+    """Divide the layers of a transformer over the ranks of a mesh; returns what became of each.
+
+    Layers are known by their names (`COLUMNS` and `ROWS` in one module, `FUSED`, `WORDS`, `PLACES`,
+    `HEADS`). A module of attention has to take the number of its heads from the shape of what its
+    layers return, as those of transformers do.
+
+    Args:
+        mesh: of one axis for "1d", of sizes (q, q) for "2d", (q, q, d) for "2.5d", (q, q, q) for
+            "3d".
+        dims: "1d" is torch's ``parallelize_module``: activations between pairs of layers are whole;
+            around a `FUSED` layer a module computes all heads on each rank; tied weights stay
+            whole. In the others (`hetero.parallel.grid`) activations are divided as well: all
+            ranks get the same batch, each embedding gives its part, the head the whole.
+
+    Raises ConfigError, before anything is divided, if there is no such pair of layers, if the mesh
+    does not divide words, widths or heads, or, where activations are divided, for a layer whose
+    part in the model is not known.
     """
-    plan = dict(styles(model))
-    if not any(isinstance(style, RowwiseParallel) for style in plan.values()):
+    if dims not in DIMS:
+        raise ConfigError(f"dims={dims!r}", advice=f"one of {', '.join(DIMS)}")
+    check_axes(mesh, dims)
+    check_whole(model)
+    roles = dict(roles_of(model))
+    if not any(role in CUT_IN_ROWS for role in roles.values()):
         raise ConfigError(
             f"no layers of this {type(model).__name__} are known by their names",
             advice="name the placements yourself, with torch's parallelize_module",
         )
-    check_divides(model, plan, mesh.size())
-    parallelize_module(model, mesh, plan)
-    return PlacedModel(mesh.size(), tuple(placed(model)))
+    if dims == "1d":
+        divide_in_one(model, mesh, roles)
+    else:
+        divide(model, mesh, roles, dims)
+    return PlacedModel(tuple(mesh.shape), tuple(placed(model)))
 
 
-def styles(model: nn.Module) -> Iterator[tuple[str, ParallelStyle]]:
-    """Yield how each layer that is divided is."""
-    shared = tied(model)
-    for path, module in model.named_modules():
-        layers = {
-            name: child
-            for name, child in module.named_children()
-            if isinstance(child, (nn.Linear, nn.Embedding)) and id(child.weight) not in shared
-        }
-        yield from ((joined(path, name), style) for name, style in styles_in(layers).items())
+def check_axes(mesh: DeviceMesh, dims: str) -> None:
+    """Refuse a mesh of other axes than ``dims`` has."""
+    n_axes, form = DIMS[dims]
+    equal = {"2d": 2, "2.5d": 2, "3d": 3}.get(dims, 1)  # axes of one size
+    if mesh.ndim != n_axes or len(set(mesh.shape[:equal])) > 1:
+        sizes = " x ".join(map(str, mesh.shape))
+        raise ConfigError(
+            f"dims={dims!r} on a mesh of {sizes} ranks: it takes {form}",
+            advice="give init_device_mesh(device, sizes) such sizes, or choose other dims=",
+        )
 
 
-def styles_in(layers: Mapping[str, nn.Module]) -> dict[str, ParallelStyle]:
-    """Return how those of one module's layers are cut that are."""
-    found: dict[str, ParallelStyle] = {}
-    linear = [name for name, layer in layers.items() if isinstance(layer, nn.Linear)]
-    rows = [name for name in linear if name in ROWS]
-    fused = [name for name in linear if name in FUSED]
-    columns = [name for name in linear if name in COLUMNS]
-    if len(rows) == 1 and fused and not columns:
-        found |= {name: ColwiseParallel(output_layouts=Replicate()) for name in fused}
-        found[rows[0]] = RowwiseParallel(input_layouts=Replicate())
-    elif len(rows) == 1 and columns and not fused:
-        found |= {name: ColwiseParallel() for name in columns}
-        found[rows[0]] = RowwiseParallel()
-    for name, layer in layers.items():
-        if name in WORDS and isinstance(layer, nn.Embedding):
-            found[name] = RowwiseParallel(input_layouts=Replicate())
-        elif name in HEADS and isinstance(layer, nn.Linear):
-            found[name] = ColwiseParallel(output_layouts=Replicate())
-    return found
-
-
-def tied(model: nn.Module) -> set[int]:
-    """Return the ids of parameters that have several names: torch would divide each by itself."""
-    names = Counter(id(param) for _, param in model.named_parameters(remove_duplicate=False))
-    return {param for param, count in names.items() if count > 1}
-
-
-def check_divides(model: nn.Module, plan: Mapping[str, ParallelStyle], n_ranks: int) -> None:
-    """Raise ConfigError that names the first layer whose words, width or heads do not divide."""
-    for name, style in plan.items():
-        layer: Any = model.get_submodule(name)
-        rows, columns = layer.weight.shape
-        in_rows = isinstance(style, RowwiseParallel) and isinstance(layer, nn.Linear)
-        size, what = (columns, "inputs") if in_rows else (rows, "outputs")
-        if isinstance(layer, nn.Embedding) or name.rpartition(".")[2] in HEADS:
-            what = "words"
-        head = getattr(model.get_submodule(name.rpartition(".")[0]), "head_dim", None)
-        if isinstance(head, int) and head and size % head == 0:
-            size, what = size // head, f"heads of {head}"
-        if size % n_ranks:
+def check_whole(model: nn.Module) -> None:
+    """Refuse a model that is divided already."""
+    for name, param in model.named_parameters():
+        if isinstance(param, DTensor):
             raise ConfigError(
-                f"{name!r} has {size} {what}, which {n_ranks} ranks do not divide",
-                advice=f"divide the model over {' or '.join(map(str, fitting(size)))} ranks",
+                f"parameter {name!r} is a DTensor already, on ranks"
+                f" {param.device_mesh.mesh.flatten().tolist()}",
+                advice="parallelize a plain model, once",
             )
 
 
-def fitting(size: int) -> list[int]:
-    """Return the smallest numbers of ranks, above one, that divide a size."""
-    return [n for n in range(2, size + 1) if size % n == 0][:3] or [1]
+def divide_in_one(model: nn.Module, mesh: DeviceMesh, roles: Mapping[str, LayerRole]) -> None:
+    """Divide layers over one axis, each with torch's own class."""
+    plan = {name: STYLES[role]() for name, role in roles.items() if role in STYLES}
+    for name in plan:
+        layer: Any = model.get_submodule(name)
+        in_rows = roles[name] in CUT_IN_ROWS
+        check_divides(model, name, layer.weight.shape[in_rows], int(in_rows), mesh.size())
+    parallelize_module(model, mesh, plan)
 
 
 def placed(model: nn.Module) -> Iterator[PlacedLayer]:
@@ -162,7 +159,3 @@ def placed(model: nn.Module) -> Iterator[PlacedLayer]:
         counts[row] = counts.get(row, 0) + 1
     for (name, said, whole, part), count in counts.items():
         yield PlacedLayer(name, count, said, whole, part)
-
-
-def joined(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name

@@ -178,27 +178,49 @@ def masters_by_torch(run: TensorRun) -> Trained:
 
     The rule is SGD with momentum, each product and sum rounded by itself.
     """
-    masters, _ = built(run)
+    (masters, _), (model, _) = built(run), built(run)
+
+    def loss(micro: int) -> torch.Tensor:
+        with around(run):
+            found = loss_of(model, run, micro)
+            found.backward()
+        return found
+
+    return train_masters(masters, model, loss, run.steps, run.passes, run.clip)
+
+
+def train_masters(
+    masters: nn.Module,
+    model: nn.Module,
+    loss_after_backward: Callable[[int], torch.Tensor],
+    steps: int,
+    passes: int,
+    clip: float | None,
+    scale: LossScale | None = None,
+) -> Trained:
+    """Train masters with the gradients of a model of the same weights, in bf16, or in fp16 of a
+    scaled loss: a step is skipped if any rank's part of a gradient is not finite."""
     moments: dict[int, torch.Tensor] = {}
-    model, _ = built(run)
-    model.to(torch.bfloat16)
+    model.to(torch.float16 if scale else torch.bfloat16)
     losses, norms = [], []
-    for step in range(run.steps):
+    for step in range(steps):
         with torch.no_grad():
             for param, master in zip(model.parameters(), masters.parameters(), strict=True):
-                inside(param).copy_(rounded(inside(master)))
-        for micro in range(step * run.passes, (step + 1) * run.passes):
-            with around(run):
-                loss = loss_of(model, run, micro)
-                loss.backward()
-            losses.append(float(whole(loss.detach())))
+                inside(param).copy_(inside(master) if scale else rounded(inside(master)))
+        for micro in range(step * passes, (step + 1) * passes):
+            losses.append(float(whole(loss_after_backward(micro).detach())))
             for param, master in zip(model.parameters(), masters.parameters(), strict=True):
                 assert param.grad is not None
                 grad = param.grad.float()
+                grad = grad * (1 / scale.value) if scale else grad
                 master.grad = grad if master.grad is None else master.grad + grad
                 param.grad = None
-        if run.clip is not None:
-            norms.append(float(torch_clip(masters.parameters(), run.clip)))
+        if clip is not None:
+            norms.append(float(torch_clip(masters.parameters(), clip)))
+        if scale and not all_finite(masters):
+            scale.value *= 0.5
+            masters.zero_grad()
+            continue
         with torch.no_grad():
             for number, master in enumerate(masters.parameters()):
                 grad = inside(as_placed(master.grad, master))
@@ -207,6 +229,21 @@ def masters_by_torch(run: TensorRun) -> Trained:
                 inside(master).add_(moment * -0.1)
                 master.grad = None
     return Trained(losses, norms, weights_of(masters), {})
+
+
+@dataclass
+class LossScale:
+    """The factor of the next loss."""
+
+    value: float = 2.0**16
+
+
+def all_finite(model: nn.Module) -> bool:
+    """Whether all gradients are, on all ranks."""
+    grads = [inside(param.grad) for param in model.parameters() if param.grad is not None]
+    found = torch.tensor(float(all(bool(grad.isfinite().all()) for grad in grads)))
+    torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MIN)
+    return bool(found)
 
 
 def rounded(master: torch.Tensor) -> torch.Tensor:
@@ -317,3 +354,21 @@ def tiny_llama() -> Any:
         num_key_value_heads=2,
     )
     return LlamaForCausalLM(config)
+
+
+def tiny_mixtral() -> Any:
+    """Return a mixture of experts of transformers, the same one on all ranks."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    torch.manual_seed(0)
+    config = MixtralConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+    )
+    return MixtralForCausalLM(config)

@@ -363,6 +363,8 @@ class GradStore:
         ready = len(slots) == len(trained) and all(
             self.early.has_come(slot.segment) and slot.is_landed for slot in slots
         )
+        if any(self.parts.is_pending(self.params[segment.index]) for segment in trained):
+            return None  # ranks of a tensor sum these when the step closes
         return slots if ready else None
 
     def shown(self, segment: Segment) -> GradSlot | None:

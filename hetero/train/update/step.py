@@ -109,7 +109,7 @@ class Stepper:
         begun = self.check_early(groups)
         self.skipped = False
         if self.scaler is not None:
-            norms = norms_of(self._grads.params)
+            norms = self._norms()
             self.skipped = not all(math.isfinite(n) for n in norms)
             if norms:
                 self.scaler.update(finite=not self.skipped)
@@ -118,6 +118,15 @@ class Stepper:
         if clip is not None:
             clip()
         return self.drafts.close(groups, states, begun)
+
+    def _norms(self) -> list[float]:
+        """Return norms that are finite if all gradients are, on all ranks of a tensor alike."""
+        grads = self._grads
+        found = [param for param in grads.params if grads.parts.grad(param) is not None]
+        if not grads.parts.kinds:
+            return norms_of(found)
+        with torch.no_grad():
+            return [float(grads.parts.total_norm(found, 2.0, grads.was_cut))] if found else []
 
     def begin(self, update: Update, *, at_once: bool, after: Sequence[Job] = ()) -> Job:
         """Give a bucket's update to the worker, or make a job that its first waiter does."""
