@@ -240,7 +240,8 @@ class Fitted(NamedTuple):
 
 
 def until_it_fits(scene: Scene) -> Fitted:
-    """Rehearse with budgets raised until all fits; a model that `overflows` is paged."""
+    """Rehearse with budgets raised until all fits; a model that `overflows` is computed again in
+    backward, or paged where that is not enough."""
     short: dict[str, Shortfall] = {}
     raises: Counter[str] = Counter()
     for _ in range(MOST_RAISES):
@@ -253,8 +254,7 @@ def until_it_fits(scene: Scene) -> Fitted:
         if error is None and found is not None:
             if not overflows(scene, found):
                 return Fitted(found, scene.config, tuple(short.values()))
-            config = Config.load(scene.config, hbm=paging_bytes(found))
-            scene = replace(scene, config=config)
+            scene = replace(scene, config=with_more_room(scene.config, found))
             continue
         if error is None or error.tier not in BUDGETS or not error.needed_bytes:
             break
@@ -276,6 +276,13 @@ def overflows(scene: Scene, found: Rehearsal) -> bool:
     """Whether a model that stays on the device leaves its activations no room there."""
     limit = device_for(scene.config, scene.profile).memory.total_bytes()
     return not found.uses and limit is not None and found.peaks[Tier.HBM] > limit
+
+
+def with_more_room(config: Config, found: Rehearsal) -> Config:
+    """Return settings that leave more room to activations, for a model that `overflows`."""
+    if config.activations == "auto":  # which keeps all where weights stay
+        return Config.load(config, activations="recompute")
+    return Config.load(config, hbm=paging_bytes(found))
 
 
 def paging_bytes(found: Rehearsal) -> int:

@@ -79,6 +79,17 @@ def test_a_machine_with_a_gpu_is_planned_without_one() -> None:
     assert found.step_seconds != planned().step_seconds
 
 
+def test_activations_that_a_card_does_not_hold_are_computed_again_and_states_stay() -> None:
+    """All states fit many times, so the model stays on the card, where nothing else gives way."""
+    batch = torch.zeros(2**17, 16, dtype=torch.long)
+    found = planned(batch=batch, profile=GPU, device="cuda", hbm=None)
+
+    assert found.fits and found.settings["activations"] == "recompute"
+    assert not found.rehearsal.uses  # of frames: weights stay
+    hbm = tier(found, "HBM")
+    assert hbm.peak_bytes <= hbm.budget_bytes
+
+
 @pytest.mark.campaign(seconds=3)
 @pytest.mark.parametrize(
     "batch",
