@@ -16,6 +16,7 @@ from hetero.device import open_device
 from hetero.device.comm import ALONE_COMM, Company
 from hetero.errors import StateError
 from hetero.interrupts import theirs
+from hetero.parallel.context import open_context
 from hetero.parallel.mesh import CONTEXT, REPLICATE, SHARD, TENSOR, open_comm, parts_of
 from hetero.parallel.pipeline import open_pipeline
 from hetero.train.engine.alike import (
@@ -103,11 +104,14 @@ def prepare_tuned(
     with ExitStack() as undo:
         pipeline = open_pipeline(model, config.mesh, config.timeout_seconds)
         undo.callback(pipeline.close)
+        context = open_context(config.mesh, config.timeout_seconds)
+        undo.callback(context.close)
         engine = _engine(model, optimizer, config, tuning or Tuning())
         undo.callback(engine.release)
         pipeline.meet("prepare")
         undo.pop_all()
-    engine.setup.ends.callback(pipeline.close)
+    for each in (pipeline, context):
+        engine.setup.ends.callback(each.close)
     return model if optimizer is None else (model, engine.optimizer)
 
 
@@ -379,7 +383,9 @@ def axes_of(engine: Engine) -> dict[str, int]:
     comm, n_tensor = engine.setup.comm, max(1, len(engine.setup.parts.ranks))
     if comm.size * n_tensor == 1:
         return {}
-    return {REPLICATE: comm.n_copies, SHARD: comm.n_shares, CONTEXT: 1, TENSOR: n_tensor}
+    n_context = comm.n_context
+    n_shares = comm.n_shares // n_context
+    return {REPLICATE: comm.n_copies, SHARD: n_shares, CONTEXT: n_context, TENSOR: n_tensor}
 
 
 def update_place(engine: Engine) -> str:
