@@ -13,6 +13,7 @@ import torch
 
 from benchmarks import (
     activations,
+    context,
     disk,
     engine,
     inference,
@@ -97,6 +98,7 @@ BENCHES: dict[str, Callable[[str | None], engine.Figures]] = {
     "micro-batch": activations.micro_batch,
     "loss": activations.loss,
     "context": activations.context,
+    "cp-context": context.longest,
     "pipeline-fetches": micro_batches.pipeline_fetches,
     "predict": plan.predict,
     "plan-70b": plan.plan_70b,

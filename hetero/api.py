@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from html import escape
 from typing import Any, TypeVar, overload
@@ -17,7 +17,7 @@ from hetero.device.comm import ALONE_COMM, Company
 from hetero.errors import StateError
 from hetero.interrupts import theirs
 from hetero.parallel.context import open_context
-from hetero.parallel.mesh import CONTEXT, REPLICATE, SHARD, TENSOR, open_comm, parts_of
+from hetero.parallel.mesh import along_axes, open_comm, parts_of
 from hetero.parallel.pipeline import open_pipeline
 from hetero.train.engine.alike import (
     check_alike,
@@ -104,8 +104,7 @@ def prepare_tuned(
     with ExitStack() as undo:
         pipeline = open_pipeline(model, config.mesh, config.timeout_seconds)
         undo.callback(pipeline.close)
-        context = open_context(config.mesh, config.timeout_seconds)
-        undo.callback(context.close)
+        context = undo.enter_context(closing(open_context(config.mesh, config.timeout_seconds)))
         engine = _engine(model, optimizer, config, tuning or Tuning())
         undo.callback(engine.release)
         pipeline.meet("prepare")
@@ -380,12 +379,7 @@ class Status:
 
 def axes_of(engine: Engine) -> dict[str, int]:
     """Return the ranks of a model along each axis; empty for one that is alone."""
-    comm, n_tensor = engine.setup.comm, max(1, len(engine.setup.parts.ranks))
-    if comm.size * n_tensor == 1:
-        return {}
-    n_context = comm.n_context
-    n_shares = comm.n_shares // n_context
-    return {REPLICATE: comm.n_copies, SHARD: n_shares, CONTEXT: n_context, TENSOR: n_tensor}
+    return along_axes(engine.setup.comm, max(1, len(engine.setup.parts.ranks)))
 
 
 def update_place(engine: Engine) -> str:

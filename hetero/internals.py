@@ -303,8 +303,8 @@ def ring_templates() -> RingTemplates:
     find(module, "_maybe_wait")
     wait = Place(import_module(module), "_maybe_wait")
     kernel = "_scaled_dot_product_flash_attention_for_cpu"
-    kernels = (find("torch.ops.aten", name) for name in (kernel, f"{kernel}_backward"))
-    return RingTemplates(forward, backward, options, rotations, *kernels, wait)
+    one, its_backward = (find("torch.ops.aten", f"{kernel}{of}") for of in ("", "_backward"))
+    return RingTemplates(forward, backward, options, rotations, one, its_backward, wait)
 
 
 @contextmanager

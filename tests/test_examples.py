@@ -114,7 +114,7 @@ def test_an_adapter_trains_over_a_base_of_half_a_byte_a_parameter(run: Run) -> N
     assert 0.53 < float(said.split(":")[1].split()[0]) < 0.6
 
 
-def launched(script: str, steps: int, folder: Path) -> str:
+def launched(script: str, steps: int, folder: Path, *given: str) -> str:
     """Return what an example printed on two ranks."""
     launch = [
         sys.executable,
@@ -125,7 +125,7 @@ def launched(script: str, steps: int, folder: Path) -> str:
         "2",
     ]
     done = subprocess.run(
-        [*launch, str(EXAMPLES / script), str(steps)],
+        [*launch, str(EXAMPLES / script), str(steps), *given],
         capture_output=True,
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1", "FOLDER": str(folder)},
@@ -151,6 +151,15 @@ def test_ranks_run_a_pipeline(tmp_path: Path) -> None:
     assert losses[-1] < losses[0] - 1.0
     seen = re.findall(r"(\d+) evictions, (\d+) misses", out)
     assert [(int(evictions) > 3, misses) for evictions, misses in seen] == [(True, "0")] * 2
+
+
+@pytest.mark.slow  # 15 s of processes that import
+@pytest.mark.parametrize("how", ["zigzag", "ulysses"])
+def test_ranks_have_parts_of_sequences(how: str, tmp_path: Path) -> None:
+    out = launched("context_parallel.py", 12, tmp_path, how)
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", out)]
+    assert losses[-1] < losses[0] - 1.0
+    assert [int(n) > 3 for n in re.findall(r"(\d+) evictions", out)] == [True, True]
 
 
 @pytest.mark.slow  # 15 s of processes that import

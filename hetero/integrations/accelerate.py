@@ -30,7 +30,14 @@ from hetero.integrations.parallelism import (
     mesh_of_sizes,
     without,
 )
-from hetero.integrations.prepared import is_prepared, load_states, plain_again, trains
+from hetero.integrations.prepared import (
+    is_in,
+    is_prepared,
+    kinds_left,
+    load_states,
+    plain_again,
+    trains,
+)
 from hetero.parallel.context import context_parallel
 from hetero.parallel.mesh import (
     CONTEXT,
@@ -474,32 +481,6 @@ class HeteroOptimizer(AcceleratedOptimizer):  # type: ignore[misc]  # accelerate
     def step_was_skipped(self) -> bool:
         """Whether loss scaling skipped the last step, hetero's or accelerate's."""
         return bool(self.optimizer.step_was_skipped or super().step_was_skipped)
-
-
-def kinds_left(
-    shown: list[tuple[dict[str, Any], dict[str, Any]]], left: list[dict[str, Any]]
-) -> list[tuple[str, ...]]:
-    """Return the kinds of parts to save of each model.
-
-    Hooks were ``shown`` each state dict (with a copy from before), and ``left`` these in their
-    list. Raises StateError if a hook changed the weights in one: hetero saves the model.
-    """
-    unchanged = [mine for mine, then in shown if same(mine, then)]
-    if not all(is_in(each, unchanged) for each in left):
-        raise StateError(
-            "a hook of save_state changed the weights that are to be saved",
-            advice="save them in the hook, and take their dict out of the list of weights",
-        )
-    return [KINDS if is_in(mine, left) else STATES for mine, _ in shown]
-
-
-def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether two dicts have identical values, not only equal ones, under the same names."""
-    return one.keys() == other.keys() and all(one[name] is value for name, value in other.items())
-
-
-def is_in(thing: object, those: Iterable[object]) -> bool:
-    return any(thing is each for each in those)
 
 
 def is_unprepared(thing: Any) -> bool:

@@ -37,7 +37,8 @@ def drop_masks(model: nn.Module) -> None:
     except KeyError:
         raise ConfigError(
             "this release of accelerate knows no parts of sequences",
-            advice="install accelerate 1.10 or later, or write a loop: docs/context-parallel.md",
+            advice="install one that has ParallelismConfig(cp_size=), or write a loop:"
+            " docs/context-parallel.md",
         ) from None
     attach(model)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
@@ -15,6 +15,8 @@ from hetero.internals import RingTemplates, ring_options, ring_templates
 
 HEADS, POSITIONS = 1, 2
 """Dimensions of queries, keys and values."""
+GROUPS = 4
+"""Of heads, for which a ring goes round one after the other."""
 Apply = Callable[..., torch.Tensor]
 
 
@@ -22,8 +24,10 @@ class PartRanks(Protocol):
     """The ranks that have parts of the same sequences."""
 
     size: int
-    group: dist.ProcessGroup
-    """In which tensors go from rank to rank."""
+
+    @property
+    def group(self) -> Any:
+        """The group in which tensors go from rank to rank."""
 
     def meet(self, what: str) -> None:
         """Compare what all are about to do; DivergenceError on all where that differs."""
@@ -115,34 +119,39 @@ class Ring:
         return apply(*call.tensors, call, self)
 
     def forward(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return what attention gives for this rank's queries, and its log of sums."""
+        """Return what attention gives for this rank's queries, and its logs of sums."""
+        out, sums = positions_first_like(call.query), []
         with self.ranks.running(str(call)), ring_options(is_balanced=self.is_balanced):
-            out, sums, *_ = self.templates.forward(
-                *(self.ranks.group, POSITIONS, self.templates.kernel, *call.tensors),
-                is_causal=call.is_causal,
-                scale=call.scale,
-            )
-        return out, sums
+            for heads in groups_of_heads(call.query.shape[HEADS]):
+                out[:, heads], some, *_ = self.templates.forward(
+                    *(self.ranks.group, POSITIONS, self.templates.kernel),
+                    *(each[:, heads] for each in call.tensors),
+                    is_causal=call.is_causal,
+                    scale=call.scale,
+                )
+                sums.append(some)
+        return out, torch.cat(sums, HEADS)
 
     def backward(
         self, call: Call, out: torch.Tensor, sums: torch.Tensor, grad: torch.Tensor
     ) -> Sequence[torch.Tensor]:
         """Return the gradients of this rank's queries, keys and values."""
-        query, key, value = call.tensors
-        what = f"gradients of {call}"
+        grads = [positions_first_like(each) for each in call.tensors]
+        kernel, what = self.templates.kernel_backward, f"gradients of {call}"
         with self.ranks.running(what), ring_options(is_balanced=self.is_balanced):
-            grads: tuple[torch.Tensor, ...] = self.templates.backward(
-                *(self.ranks.group, POSITIONS, self.templates.kernel_backward, grad, "grad_out"),
-                query=query,
-                key=key,
-                value=value,
-                out=out,
-                logsumexp=sums,
-                is_causal=call.is_causal,
-                dropout_p=0.0,
-                scale=call.scale,
-            )
-        return grads[:3]
+            for heads in groups_of_heads(call.query.shape[HEADS]):
+                found = self.templates.backward(
+                    *(self.ranks.group, POSITIONS, kernel, grad[:, heads], "grad_out"),
+                    *(each[:, heads] for each in (*call.tensors, out)),
+                    logsumexp=sums[:, heads].contiguous(),  # the kernel takes it to be so
+                    is_causal=call.is_causal,
+                    dropout_p=0.0,
+                    scale=call.scale,
+                )
+                for whole, some in zip(grads, found, strict=False):
+                    whole[:, heads] = some
+                del found
+        return grads
 
 
 class RingAttention(torch.autograd.Function):
@@ -192,7 +201,7 @@ class Ulysses:
                     advice=f'use how="ring" or "zigzag", or {" or ".join(fitting(n_heads))}'
                     ' ranks along "cp"',
                 )
-        apply: Apply = Swap.apply
+        apply: Apply = HeadsForPositions.apply
         query, key, value = (
             apply(each, HEADS, POSITIONS, self._ranks, f"{call}: {name}")
             for name, each in zip("qkv", call.tensors, strict=True)
@@ -201,7 +210,7 @@ class Ulysses:
         return apply(found, POSITIONS, HEADS, self._ranks, f"{call}: results")
 
 
-class Swap(torch.autograd.Function):
+class HeadsForPositions(torch.autograd.Function):
     """Cuts one dimension over ranks, and joins their parts of another one.
 
     torch has ``all_to_all_single_autograd``, whose waits hear of no rank that is lost.
@@ -228,7 +237,30 @@ def swapped(given: torch.Tensor, cut: int, join: int, ranks: PartRanks, what: st
     with ranks.running(what):
         ranks.wait(dist.all_to_all_single(came, sent, group=ranks.group, async_op=True))
     del sent
-    return torch.cat(came.unbind(), join)
+    shape = list(came.shape[1:])
+    shape[join] *= ranks.size
+    joined = positions_first(shape, given)
+    for part, each in zip(joined.chunk(ranks.size, join), came, strict=True):
+        part.copy_(each)
+    return joined
+
+
+def groups_of_heads(n_heads: int) -> Iterator[slice]:
+    """Yield a few heads at a time: blocks of theirs that go round, and sums of their gradients,
+    are several times as large as all keys and values."""
+    size = -(-n_heads // GROUPS)
+    yield from (slice(at, at + size) for at in range(0, n_heads, size))
+
+
+def positions_first_like(tensor: torch.Tensor) -> torch.Tensor:
+    return positions_first(tensor.shape, tensor)
+
+
+def positions_first(shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+    """Return memory for [samples, heads, positions, width], in which all heads of a position lie
+    together, as torch's kernels return it: layers that follow join them without a copy."""
+    samples, heads, positions, width = shape
+    return like.new_empty(samples, positions, heads, width).transpose(HEADS, POSITIONS)
 
 
 def fitting(size: int) -> list[str]:

@@ -47,7 +47,7 @@ ATTENTION = "scaled_dot_product_attention"
 LOSSES = ("cross_entropy", "nll_loss")
 IGNORED = -100
 """torch's default label that does not count."""
-_open: list[Parts] = []
+_open: list[SequenceParts] = []
 """The block that is open, if one is."""
 
 
@@ -59,7 +59,7 @@ class PlainRanks:
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.size = mesh.size()
-        self.group = mesh.get_group()
+        self.group: Any = mesh.get_group()
 
     def meet(self, what: str) -> None:
         rows: list[str] = [""] * self.size
@@ -92,7 +92,7 @@ class PreparedRanks:
         self.size = len(self.ranks)
         self._talks = Talks(teams, timeout_seconds)
         self._aside: Aside | None = None
-        self._group: dist.ProcessGroup | None = None
+        self._group: Any = None
         self._close = weakref.finalize(self, install(guards()))
         _prepared.add(self)
 
@@ -102,8 +102,7 @@ class PreparedRanks:
         return self
 
     @property
-    def group(self) -> dist.ProcessGroup:
-        assert self._group is not None  # calls are made on a mesh
+    def group(self) -> Any:
         return self._group
 
     def meet(self, what: str) -> None:
@@ -208,7 +207,7 @@ def ranks_of(mesh: DeviceMesh) -> PlainRanks | PreparedRanks:
 # -- a block ---------------------------------------------------------------------------------------
 
 
-class Parts:
+class SequenceParts:
     """A block in which this rank has a part of each sequence."""
 
     def __init__(self, ranks: PartRanks) -> None:
@@ -255,7 +254,7 @@ def context_parallel(
     buffers: Sequence[torch.Tensor] = (),
     buffer_seq_dims: Sequence[int] = (),
     no_restore_buffers: set[torch.Tensor] | None = None,
-) -> Iterator[Parts]:
+) -> Iterator[SequenceParts]:
     """Let each rank of a mesh have a part of the same sequences inside a ``with`` block.
 
     Tensors become this rank's parts of themselves, as under torch's function of this name, and
@@ -295,12 +294,14 @@ def context_parallel(
     ranks, lengths = ranks_of(mesh), lengths_of(buffers, buffer_seq_dims)
     ranks.meet(f"{how} over {', '.join(map(str, lengths)) or 'parts as given'}")
     check_divides(lengths, ranks.size * (2 if how == ZIGZAG else 1), how)
-    parts = Parts(ranks)
+    parts = SequenceParts(ranks)
     with ExitStack() as stack:
         plain = getattr(F, ATTENTION)  # before torch replaces it
         stack.enter_context(ring_options(is_balanced=how == ZIGZAG))
         stack.enter_context(cut(mesh, buffers, buffer_seq_dims, no_restore_buffers))
-        if how == ULYSSES:
+        if mesh.size() == 1:
+            stack.enter_context(replaced(ATTENTION, lambda _: plain))
+        elif how == ULYSSES:
             stack.enter_context(replaced(ATTENTION, calling(Ulysses(ranks, plain))))
         elif mesh.device_type == "cpu":
             ring = Ring(ranks, is_balanced=how == ZIGZAG)
@@ -404,7 +405,7 @@ def calling(attention: Callable[[Call], torch.Tensor]) -> Callable[[Apply], Appl
     return make
 
 
-def counting(parts: Parts, own: Apply) -> Apply:
+def counting(parts: SequenceParts, own: Apply) -> Apply:
     """Return a loss of torch's whose means are weighed."""
     inside: list[bool] = []  # subclasses of tensors make it call itself
 

@@ -213,6 +213,15 @@ def sizes_of(mesh: Any, world: int) -> dict[str, int]:
     return sizes
 
 
+def along_axes(comm: Comm, n_tensor: int) -> dict[str, int]:
+    """Return the ranks of a model along each axis; empty for one that is alone."""
+    if comm.size * n_tensor == 1:
+        return {}
+    n_shares = comm.n_shares // comm.n_context
+    sizes = comm.n_copies, n_shares, comm.n_context, n_tensor
+    return dict(zip((REPLICATE, SHARD, CONTEXT, TENSOR), sizes, strict=True))
+
+
 def device_mesh(kind: str, sizes: Mapping[str, int]) -> DeviceMesh:
     """Return torch's mesh of these axes, on a kind of device. Collective."""
     return init_device_mesh(kind, tuple(sizes[name] for name in AXES), mesh_dim_names=AXES)

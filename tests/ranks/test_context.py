@@ -8,13 +8,20 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    loss_parallel,
+    parallelize_module,
+)
 
 import hetero
 from hetero.errors import ConfigError, DivergenceError, HeteroError, RankLost, StateError
@@ -26,6 +33,7 @@ from tests.ranks.context_models import (
     TIGHT,
     ContextRun,
     Trained,
+    averaged,
     batch,
     built,
     by_hetero,
@@ -40,9 +48,9 @@ DIVERGENCES = ("shapes", "ways", "parts", "backward")
 ROOMY = {2: 116_000, 4: 84_000}
 """By ranks, which have the less of a sequence: HBM for all that a step saves, and a few units."""
 PLACES: dict[str, dict[str, Any]] = {
-    "few": {},
+    "few": TIGHT,
     "keep": {"activations": "keep"},
-    "recompute": {"activations": "recompute"},
+    "recompute": {**TIGHT, "activations": "recompute"},
     "offload": {"activations": "offload"},
     "ram": {"device": "cpu"},
     "stays": {"hbm": 1_000_000},
@@ -72,7 +80,7 @@ def check(run: ContextRun, n_ranks: int = 2, *, evictions: int = 3, **settings: 
         assert status.ranks == axes
 
 
-@pytest.mark.campaign(seconds=3)
+@pytest.mark.campaign(seconds=2)
 @pytest.mark.parametrize("optimizer, clip", [("sgd", None), ("adamw", 0.05)])
 @pytest.mark.parametrize("n_ranks", [2, 4])
 @pytest.mark.parametrize("place", PLACES)
@@ -80,12 +88,12 @@ def check(run: ContextRun, n_ranks: int = 2, *, evictions: int = 3, **settings: 
 def test_a_paged_model_of_parts_is_plain_torchs(
     how: str, place: str, n_ranks: int, optimizer: str, clip: float | None
 ) -> None:
-    settings = {"hbm": TIGHT["hbm"] if place == "few" else ROOMY[n_ranks], **PLACES[place]}
+    settings = {"hbm": ROOMY[n_ranks], **PLACES[place]}
     evictions = 0 if place == "stays" else 3
     check(ContextRun(how, optimizer, clip=clip), n_ranks, evictions=evictions, **settings)
 
 
-@pytest.mark.campaign(seconds=3)
+@pytest.mark.campaign(seconds=2)
 @pytest.mark.parametrize("activations", ["auto", "recompute", "offload"])
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("how", WAYS)
@@ -96,12 +104,72 @@ def test_slices_tiles_and_losses_of_parts_are_plain_torchs(
     check(run, hbm=80_000, activations=activations)
 
 
-@pytest.mark.campaign(seconds=4)
+@pytest.mark.campaign(seconds=2)
 @pytest.mark.parametrize("optimizer, clip", [("sgd", None), ("adamw", 0.05)])
 @pytest.mark.parametrize("how", WAYS)
 def test_sequences_are_cut_next_to_samples(how: str, optimizer: str, clip: float | None) -> None:
     """Two sequences at a time, each of two ranks; all four share the weights."""
     check(ContextRun(how, optimizer, clip=clip, dp=2, ignores=True), 4)
+
+
+class Divided(NamedTuple):
+    """What a rank of a model came to whose tensors are divided, too."""
+
+    weights: list[torch.Tensor]
+    evictions: int
+    axes: dict[str, int]
+
+
+def divided(rank: int, how: str, is_prepared: bool) -> Divided:
+    """Train on 2 x 2 ranks: parts of sequences, and parts of MLPs, the head and the logits."""
+    run, n_context = ContextRun(how, ignores=True), 2
+    mesh = init_device_mesh("cpu", (n_context, 2), mesh_dim_names=("cp", "tp"))
+    model, optimizer = built(run)
+    plan = {"mlp.0": ColwiseParallel(), "mlp.2": RowwiseParallel()}
+    for block in model.blocks:
+        parallelize_module(block, mesh["tp"], plan)
+    head = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
+    parallelize_module(model, mesh["tp"], {"head": head})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+    if is_prepared:
+        given = {**TIGHT, "mesh": {"cp": n_context, "tp": 2}, "hbm": 54_000}
+        model, optimizer = hetero.prepare(model, optimizer, **given)
+    for step in range(run.steps):
+        buffers = batch(run, step, 0)
+        with (
+            context_parallel(mesh["cp"], how, buffers=buffers, buffer_seq_dims=[1, 1, 1]),
+            loss_parallel(),
+        ):
+            words, labels, places = buffers
+            F.cross_entropy(model(words, places).flatten(0, 1), labels.flatten()).backward()
+        for param in () if is_prepared else model.parameters():
+            grad = inside(param.grad)
+            rows = [torch.empty_like(grad) for _ in range(n_context)]
+            dist.all_gather(rows, grad.contiguous(), group=mesh["cp"].get_group())
+            grad.copy_(rows[0] * 0.5).add_(rows[1] * 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    weights = [inside(value).clone() for value in model.state_dict().values()]
+    seen = hetero.status(model) if is_prepared else None
+    return Divided(weights, seen.evictions if seen else 0, seen.ranks if seen else {})
+
+
+def inside(tensor: Any) -> torch.Tensor:
+    local: torch.Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local
+
+
+def both_divided(rank: int, how: str) -> tuple[Divided, Divided]:
+    return divided(rank, how, False), divided(rank, how, True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", WAYS)
+def test_sequences_and_tensors_are_divided_by_axes_of_one_mesh(how: str) -> None:
+    for plain, ours in run_ranks(4, both_divided, how):
+        assert all(torch.equal(a, b) for a, b in zip(plain.weights, ours.weights, strict=True))
+        assert ours.evictions >= 3
+        assert ours.axes == {"dp_replicate": 1, "dp_shard": 1, "cp": 2, "tp": 2}
 
 
 # -- against whole sequences -----------------------------------------------------------------------
@@ -124,7 +192,7 @@ def by_one(run: ContextRun) -> Trained:
     return Trained(losses, norms, dict(model.state_dict()), [])
 
 
-@pytest.mark.campaign(seconds=3)
+@pytest.mark.campaign(seconds=2)
 @pytest.mark.parametrize("loss, dp", [("mean", 1), ("linear", 1), ("own", 1), ("mean", 2)])
 @pytest.mark.parametrize("how", WAYS)
 def test_parts_come_to_the_numbers_of_whole_sequences(how: str, loss: str, dp: int) -> None:
@@ -144,6 +212,44 @@ def test_parts_come_to_the_numbers_of_whole_sequences(how: str, loss: str, dp: i
 
 def by_one_of_many(rank: int, run: ContextRun) -> Trained:
     return replace(by_hetero(run), status=None)
+
+
+# -- what a block leaves behind --------------------------------------------------------------------
+
+
+def backward_after(rank: int, how: str, settings: dict[str, Any]) -> tuple[list[float], int]:
+    """Go backward after the block; returns norms."""
+    run = ContextRun(how, steps=3)
+    model, optimizer = built(run)
+    if settings:
+        mesh = {"cp": dist.get_world_size()}
+        model, optimizer = hetero.prepare(model, optimizer, **{**TIGHT, "mesh": mesh, **settings})
+    norms = []
+    for step in range(run.steps):
+        given = batch(run, step, 0)
+        with context_parallel(mesh_of(run), how, buffers=given, buffer_seq_dims=[1, 1, 1]):
+            words, labels, places = (each.clone() for each in given)
+            loss = F.cross_entropy(model(words, places).flatten(0, 1), labels.flatten())
+        loss.backward()
+        if not settings:
+            averaged(model)
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)))
+        optimizer.step()
+        optimizer.zero_grad()
+    evictions = hetero.status(model).evictions if settings else 0
+    return norms, evictions
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", WAYS)
+def test_units_are_computed_again_after_a_block_as_in_it(how: str) -> None:
+    plain = run_ranks(2, backward_after, how, {})
+    settings = {"activations": "recompute"}
+    for (mine, evictions), (theirs, _) in zip(
+        run_ranks(2, backward_after, how, settings), plain, strict=True
+    ):
+        assert mine == theirs
+        assert evictions >= 3
 
 
 # -- bad input -------------------------------------------------------------------------------------
