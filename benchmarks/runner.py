@@ -13,6 +13,7 @@ import torch
 
 from benchmarks import (
     activations,
+    context,
     disk,
     engine,
     inference,
@@ -99,6 +100,7 @@ BENCHES: dict[str, Callable[[str | None], engine.Figures]] = {
     "micro-batch": activations.micro_batch,
     "loss": activations.loss,
     "context": activations.context,
+    "cp-context": context.longest,
     "pipeline-fetches": micro_batches.pipeline_fetches,
     "pipeline-step": stages.pipeline_step,
     "split": stages.split,

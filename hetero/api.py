@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from html import escape
 from typing import Any, TypeVar, overload
@@ -16,7 +16,8 @@ from hetero.device import open_device
 from hetero.device.comm import ALONE_COMM, Company
 from hetero.errors import StateError
 from hetero.interrupts import theirs
-from hetero.parallel.mesh import CONTEXT, REPLICATE, SHARD, TENSOR, open_comm, parts_of
+from hetero.parallel.context import open_context
+from hetero.parallel.mesh import along_axes, open_comm, parts_of
 from hetero.parallel.pipeline import open_pipeline
 from hetero.train.engine.alike import (
     check_alike,
@@ -103,11 +104,12 @@ def prepare_tuned(
     with ExitStack() as undo:
         pipeline = open_pipeline(model, config.mesh, config.timeout_seconds)
         undo.callback(pipeline.close)
+        context = undo.enter_context(closing(open_context(config.mesh, config.timeout_seconds)))
         engine = _engine(model, optimizer, config, tuning or Tuning())
         undo.callback(engine.release)
         pipeline.meet("prepare")
         undo.pop_all()
-    engine.setup.joins(pipeline.company, pipeline.close)
+    engine.setup.joins(pipeline.company, pipeline.close, context.close)
     return model if optimizer is None else (model, engine.optimizer)
 
 
@@ -376,10 +378,7 @@ class Status:
 
 def axes_of(engine: Engine) -> dict[str, int]:
     """Return the ranks of a model along each axis; empty for one that is alone."""
-    comm, n_tensor = engine.setup.comm, max(1, len(engine.setup.parts.ranks))
-    if comm.size * n_tensor == 1:
-        return {}
-    return {REPLICATE: comm.n_copies, SHARD: comm.n_shares, CONTEXT: 1, TENSOR: n_tensor}
+    return along_axes(engine.setup.comm, max(1, len(engine.setup.parts.ranks)))
 
 
 def update_place(engine: Engine) -> str:

@@ -120,8 +120,9 @@ class Config:
     """The ranks that train one model together, as torchrun and `accelerate launch` start them:
     "world", a mapping of sizes ({"dp_shard": 4}; {"dp_replicate": 4} for ranks that each keep a
     whole model; {"pp": 2} for ranks that each have stages of a pipeline, in one nn.ModuleList; "tp"
-    for those that divide its tensors; on the command line dp_shard=2,tp=2), or a DeviceMesh with
-    such axes. None: this process trains alone."""
+    for those that divide its tensors, "cp" for those that have parts of its sequences; on the
+    command line dp_shard=2,tp=2), or a DeviceMesh with such axes. None: this process trains
+    alone."""
     sum_group: int = 1
     """Consecutive ranks of the mesh whose addends of a gradient add up first, in their order; the
     sums of groups then add up in theirs. With the ranks of a machine fewer bytes cross between

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
+from importlib.util import find_spec
 from types import CodeType
 from typing import Any, NamedTuple
 
@@ -309,6 +311,51 @@ def stages_of(schedule: Any) -> list[Any]:
     """Return the stages of a pipeline schedule on this rank."""
     found = vars(schedule).get("_stages") or [vars(schedule).get("_stage")]
     return [stage for stage in found if stage is not None]
+
+
+class RingTemplates(NamedTuple):
+    """torch's ring attention over any kernel, and what it looks at."""
+
+    forward: Callable[..., Any]
+    backward: Callable[..., Any]
+    options: Any
+    rotations: Any
+    kernel: Callable[..., Any]
+    """Of CPUs, for one block of keys; with the logs of its sums."""
+    kernel_backward: Callable[..., Any]
+    wait: Place
+    """Takes a tensor that a collective fills, and blocks until it has."""
+
+
+def ring_templates() -> RingTemplates:
+    """Return torch's templates of ring attention. Programs that use none do not pay for the import,
+    which takes seconds."""
+    module = "torch.distributed.tensor.experimental._context_parallel._attention"
+    if find_spec(module.rpartition(".")[0]) is None:  # before torch 2.10
+        module = "torch.distributed.tensor.experimental._attention"
+    names = ("_templated_ring_attention", "_templated_ring_attention_backward")
+    forward, backward = (find(module, name) for name in names)
+    options, rotations = find(module, "_cp_options"), find(module, "_RotateMethod")
+    find(module, "_maybe_wait")
+    wait = Place(import_module(module), "_maybe_wait")
+    kernel = "_scaled_dot_product_flash_attention_for_cpu"
+    one, its_backward = (find("torch.ops.aten", f"{kernel}{of}") for of in ("", "_backward"))
+    return RingTemplates(forward, backward, options, rotations, one, its_backward, wait)
+
+
+@contextmanager
+def ring_options(*, is_balanced: bool) -> Iterator[None]:
+    """Say how sequences are cut for torch's ring attention inside a block, where keys and values
+    go round block by block: all of them at once, as is torch's default, would not be in parts."""
+    templates = ring_templates()
+    options = templates.options
+    before = options.enable_load_balance, options.rotate_method
+    options.enable_load_balance = is_balanced
+    options.rotate_method = templates.rotations.ALL_TO_ALL
+    try:
+        yield
+    finally:
+        options.enable_load_balance, options.rotate_method = before
 
 
 RUN_BACKWARD = Place(torch.autograd, "_engine_run_backward")

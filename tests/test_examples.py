@@ -114,7 +114,7 @@ def test_an_adapter_trains_over_a_base_of_half_a_byte_a_parameter(run: Run) -> N
     assert 0.53 < float(said.split(":")[1].split()[0]) < 0.6
 
 
-def launched(script: str, steps: int, folder: Path, n_ranks: int = 2) -> str:
+def launched(script: str, steps: int, folder: Path, *given: str, n_ranks: int = 2) -> str:
     """Return what an example printed on several ranks."""
     launch = [
         sys.executable,
@@ -125,7 +125,7 @@ def launched(script: str, steps: int, folder: Path, n_ranks: int = 2) -> str:
         str(n_ranks),
     ]
     done = subprocess.run(
-        [*launch, str(EXAMPLES / script), str(steps)],
+        [*launch, str(EXAMPLES / script), str(steps), *given],
         capture_output=True,
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1", "FOLDER": str(folder)},
@@ -160,6 +160,15 @@ def test_ranks_along_three_axes_have_stages_parts_and_shares(tmp_path: Path) -> 
     assert losses[-1] < losses[0] - 0.5
     assert [int(n) > 3 for n in re.findall(r"(\d+) evictions", out)] == [True] * 8
     assert "blocks.3-5, norm, head" in out and "128 x 64" in out
+
+
+@pytest.mark.slow  # 15 s of processes that import
+@pytest.mark.parametrize("how", ["zigzag", "ulysses"])
+def test_ranks_have_parts_of_sequences(how: str, tmp_path: Path) -> None:
+    out = launched("context_parallel.py", 12, tmp_path, how)
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", out)]
+    assert losses[-1] < losses[0] - 1.0
+    assert [int(n) > 3 for n in re.findall(r"(\d+) evictions", out)] == [True, True]
 
 
 @pytest.mark.slow  # 15 s of processes that import

@@ -140,6 +140,9 @@ class Comm(Company, Protocol):
     n_shares: int
     """Parts into which homes are cut: rank r keeps that of number r % n_shares. As many ranks in a
     row keep one copy of the model: they read each other's shares."""
+    n_context: int
+    """Ranks in a row that have parts of the same sequences: units of theirs make calls together, so
+    that none may choose alone to compute one again."""
     n_local: int
     """Ranks on this machine."""
     sum_group: int
@@ -220,7 +223,7 @@ class Alone:
     """
 
     rank = 0
-    size = n_shares = n_copies = sum_group = 1
+    size = n_shares = n_copies = n_context = sum_group = 1
     node = None
     relay: Relay | None = None
 

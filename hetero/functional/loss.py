@@ -16,7 +16,7 @@ arXiv:2204.02311, section 5):
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +26,9 @@ from hetero.errors import ConfigError
 from hetero.functional.words import Read, Words, here, whole, words_of
 
 REDUCTIONS = ("mean", "sum", "none")
+Weigh = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""Takes the mean of a rank's losses, and the number of labels that count in it."""
+_weighs: list[Weigh] = []
 # Logits of one chunk, in the dtype of the softmax. The order of sums depends on the chunk, so it is
 # a matter of the head alone, and neither of budgets nor of devices. Each chunk reads the weight and
 # reads and writes its gradient, which are there anyway: logits half as large as that gradient, of
@@ -108,7 +111,19 @@ def linear_cross_entropy(
         losses = apply(
             hidden.reshape(-1, hidden.shape[-1]), weight, bias, labels.reshape(-1), terms
         )
+    if reduction == "mean" and _weighs:
+        return _weighs[-1](losses, (labels != ignore_index).sum())
     return losses.view(labels.shape) if reduction == "none" else losses
+
+
+@contextmanager
+def weighing(weigh: Weigh) -> Iterator[None]:
+    """Let ``weigh`` have each mean inside a block, where ranks have parts of the labels."""
+    _weighs.append(weigh)
+    try:
+        yield
+    finally:
+        _weighs.remove(weigh)
 
 
 def check(

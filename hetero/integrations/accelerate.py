@@ -23,9 +23,31 @@ from hetero.api import backward, engine_of, prepare_tuned, release
 from hetero.checkpoint.save import KINDS, STATES, save_latest
 from hetero.config import Config, Settings
 from hetero.errors import ConfigError, StateError
-from hetero.integrations.parallelism import LAUNCHED, launched_axes, mesh_of_sizes, without
-from hetero.integrations.prepared import is_prepared, load_states, plain_again, trains
-from hetero.parallel.mesh import REPLICATE, SHARD, TENSOR, device_mesh, refuse_stages, sizes_of
+from hetero.integrations.parallelism import (
+    LAUNCHED,
+    drop_masks,
+    launched_axes,
+    mesh_of_sizes,
+    without,
+)
+from hetero.integrations.prepared import (
+    is_in,
+    is_prepared,
+    kinds_left,
+    load_states,
+    plain_again,
+    trains,
+)
+from hetero.parallel.context import context_parallel
+from hetero.parallel.mesh import (
+    CONTEXT,
+    REPLICATE,
+    SHARD,
+    TENSOR,
+    device_mesh,
+    refuse_stages,
+    sizes_of,
+)
 from hetero.train.access.hooks import before_next_forward
 from hetero.train.engine.replicas import Replicas, open_group
 from hetero.train.engine.tuning import Tuning
@@ -64,7 +86,7 @@ class HeteroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no
     Args:
         hetero_plugin: a `HeteroPlugin`, or its settings. None: the file named by the environment
             variable HETERO_CONFIG, if set; `accelerate launch` passes it on.
-        args, kwargs: as for `Accelerator`. A ``parallelism_config`` of dp_replicate, dp_shard
+        args, kwargs: as for `Accelerator`. A ``parallelism_config`` of dp_replicate, dp_shard, cp
             and tp is the mesh, if the settings name none.
 
     Raises ConfigError if a plug-in of DeepSpeed, FSDP or Megatron is given as well, or a
@@ -204,6 +226,8 @@ class HeteroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no
         if is_prepared(model):
             self._refuse_alone(model)
             return
+        if self._sizes.get(CONTEXT, 1) > 1:
+            drop_masks(model)
         if self._averages and id(model) not in self._replicas:
             shares = self.ddp_handler is None or self.ddp_handler.broadcast_buffers
             self._replicas[id(model)] = Replicas(model, self._group, buffers=shares)
@@ -215,22 +239,45 @@ class HeteroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no
     @property
     def _averages(self) -> bool:
         """Whether each process keeps a whole model, whose gradients are averaged here."""
+        sizes = self._sizes
+        if not sizes:
+            return bool(self.num_processes > 1)
+        return sizes[SHARD] * sizes[CONTEXT] == 1 and sizes[REPLICATE] > 1
+
+    @property
+    def _sizes(self) -> dict[str, int]:
+        """Of the axes of the mesh; empty without one."""
         mesh, world = self.hetero_config.mesh, self.num_processes
-        if world == 1 or mesh is None:
-            return bool(world > 1)
-        sizes = sizes_of(mesh, world)
-        return sizes[SHARD] == 1 and sizes[REPLICATE] > 1
+        return {} if mesh is None or world == 1 else sizes_of(mesh, world)
 
     def _prepare_device_mesh(self) -> Any:
-        """Return the mesh by which accelerate deals out batches: the ranks of a tensor get the
-        same ones."""
-        mesh, world = self.hetero_config.mesh, self.num_processes
-        sizes = {} if mesh is None or world == 1 else sizes_of(mesh, world)
-        if sizes.get(TENSOR, 1) == 1:
+        """Return the mesh by which accelerate deals out batches: the ranks of a tensor, and those
+        of a sequence, get the same ones."""
+        sizes = self._sizes
+        if sizes.get(TENSOR, 1) * sizes.get(CONTEXT, 1) == 1:
             return super()._prepare_device_mesh()
         if self._data_mesh is None:
             self._data_mesh = device_mesh(self.device.type, sizes)
         return self._data_mesh
+
+    @contextmanager
+    def maybe_context_parallel(
+        self,
+        buffers: list[torch.Tensor] | None = None,
+        buffer_seq_dims: list[int] | None = None,
+        no_restore_buffers: set[torch.Tensor] | None = None,
+    ) -> Iterator[None]:
+        """Let this rank have a part of each sequence inside the block, cut in a zigzag, if the mesh
+        has such ranks; labels have to be shifted before."""
+        if self._sizes.get(CONTEXT, 1) == 1:
+            yield
+            return
+        dims, kept = buffer_seq_dims or (), no_restore_buffers
+        mesh = self._prepare_device_mesh()[CONTEXT]
+        with context_parallel(
+            mesh, buffers=buffers or (), buffer_seq_dims=dims, no_restore_buffers=kept
+        ):
+            yield
 
     def _refuse_alone(self, model: nn.Module) -> None:
         """Refuse a model that trains on several processes unless this Accelerator averages it."""
@@ -434,32 +481,6 @@ class HeteroOptimizer(AcceleratedOptimizer):  # type: ignore[misc]  # accelerate
     def step_was_skipped(self) -> bool:
         """Whether loss scaling skipped the last step, hetero's or accelerate's."""
         return bool(self.optimizer.step_was_skipped or super().step_was_skipped)
-
-
-def kinds_left(
-    shown: list[tuple[dict[str, Any], dict[str, Any]]], left: list[dict[str, Any]]
-) -> list[tuple[str, ...]]:
-    """Return the kinds of parts to save of each model.
-
-    Hooks were ``shown`` each state dict (with a copy from before), and ``left`` these in their
-    list. Raises StateError if a hook changed the weights in one: hetero saves the model.
-    """
-    unchanged = [mine for mine, then in shown if same(mine, then)]
-    if not all(is_in(each, unchanged) for each in left):
-        raise StateError(
-            "a hook of save_state changed the weights that are to be saved",
-            advice="save them in the hook, and take their dict out of the list of weights",
-        )
-    return [KINDS if is_in(mine, left) else STATES for mine, _ in shown]
-
-
-def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether two dicts have identical values, not only equal ones, under the same names."""
-    return one.keys() == other.keys() and all(one[name] is value for name, value in other.items())
-
-
-def is_in(thing: object, those: Iterable[object]) -> bool:
-    return any(thing is each for each in those)
 
 
 def is_unprepared(thing: Any) -> bool:

@@ -15,7 +15,7 @@ from hetero.api import no_sync
 from hetero.config import Config, Settings
 from hetero.device import open_device
 from hetero.errors import ConfigError
-from hetero.parallel.mesh import refuse_stages
+from hetero.parallel.mesh import refuse_context, refuse_stages
 
 LOCAL = "LOCAL_WORLD_SIZE"
 """The variable in which torchrun says how many ranks a machine has."""
@@ -83,6 +83,7 @@ class SeveralRanks:
     def __init__(self, config: Settings = None, **settings: Any) -> None:
         self.config = checked(Config.load(config, **settings))
         refuse_stages(self.config.mesh, "Lightning")
+        refuse_context(self.config.mesh, "Lightning", "write a loop: docs/context-parallel.md")
         stock: Any = super()  # Trainer's strategy, or Fabric's
         stock.__init__(timeout=timedelta(seconds=self.config.timeout_seconds))
 

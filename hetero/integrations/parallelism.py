@@ -7,8 +7,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from torch import nn
+
 from hetero.errors import ConfigError
-from hetero.parallel.mesh import AXES, CONTEXT, check_context
+from hetero.parallel.mesh import AXES
 
 LAUNCHED = "ACCELERATE_USE_PARALLELISM_CONFIG"
 """The variable by which `accelerate launch` asks for one; its sizes are in others."""
@@ -22,9 +24,23 @@ def mesh_of_sizes(axes: Any) -> dict[str, int]:
             f"parallelism_config with sp_size={size}, which is DeepSpeed's",
             advice=f"use {', '.join(f'{name}_size' for name in AXES)}",
         )
-    mesh = {name: int(getattr(axes, f"{name}_size", 1)) for name in AXES}
-    check_context(mesh[CONTEXT])
-    return mesh
+    return {name: int(getattr(axes, f"{name}_size", 1)) for name in AXES}
+
+
+def drop_masks(model: nn.Module) -> None:
+    """Let attention of a model of transformers compute without masks, causally: accelerate's own
+    hooks, which refuse models whose masks say more than that."""
+    from accelerate import big_modeling  # not in old releases
+
+    try:
+        attach = vars(big_modeling)["_attach_context_parallel_hooks"]
+    except KeyError:
+        raise ConfigError(
+            "this release of accelerate knows no parts of sequences",
+            advice="install one that has ParallelismConfig(cp_size=), or write a loop:"
+            " docs/context-parallel.md",
+        ) from None
+    attach(model)
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,8 @@ from torch import nn
 
 from hetero.api import engine_of, release
 from hetero.checkpoint.load import load_checkpoint, same_generators
-from hetero.checkpoint.save import KINDS
+from hetero.checkpoint.save import KINDS, STATES
+from hetero.errors import StateError
 from hetero.train.model.units import MARK
 
 
@@ -34,3 +35,29 @@ def load_states(folder: str | Path, model: nn.Module, kinds: Collection[str] = K
     engine = engine_of(model)
     with same_generators(engine):
         return load_checkpoint(folder, model, engine.optimizer, kinds=kinds)
+
+
+def kinds_left(
+    shown: list[tuple[dict[str, Any], dict[str, Any]]], left: list[dict[str, Any]]
+) -> list[tuple[str, ...]]:
+    """Return the kinds of parts to save of each model.
+
+    Hooks were ``shown`` each state dict (with a copy from before), and ``left`` these in their
+    list. Raises StateError if a hook changed the weights in one: hetero saves the model.
+    """
+    unchanged = [mine for mine, then in shown if same(mine, then)]
+    if not all(is_in(each, unchanged) for each in left):
+        raise StateError(
+            "a hook of save_state changed the weights that are to be saved",
+            advice="save them in the hook, and take their dict out of the list of weights",
+        )
+    return [KINDS if is_in(mine, left) else STATES for mine, _ in shown]
+
+
+def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether two dicts have identical values, not only equal ones, under the same names."""
+    return one.keys() == other.keys() and all(one[name] is value for name, value in other.items())
+
+
+def is_in(thing: object, those: Iterable[object]) -> bool:
+    return any(thing is each for each in those)

@@ -41,6 +41,7 @@ class Gloo:
         n_shares: see `Comm.n_shares`; a divisor of the number of ranks.
         timeout_seconds: after which a rank that does not answer is lost.
         sum_group: as `Config.sum_group`.
+        n_context: see `Comm.n_context`.
         one_sided: whether ranks of one machine may read each other's shares.
         teams: ranks that share a model each, in the same order on all ranks; None: all share one.
         everyone: those that have the other parts of its tensors, and these; None: there are none.
@@ -52,6 +53,7 @@ class Gloo:
         timeout_seconds: float,
         sum_group: int = 1,
         *,
+        n_context: int = 1,
         one_sided: bool = True,
         teams: Teams | None = None,
         everyone: Company | None = None,
@@ -63,6 +65,7 @@ class Gloo:
         self._ranks = list(own_of(self._teams))
         self.rank, self.size = self._ranks.index(dist.get_rank()), len(self._ranks)
         self.n_shares, self.n_copies = n_shares, self.size // n_shares
+        self.n_context = n_context
         self.n_local = min(world, local_ranks() or world)
         self.sum_group = sum_group
         self.relay = relay_of(self.rank, self.size, n_shares, sum_group)

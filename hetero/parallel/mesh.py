@@ -1,4 +1,9 @@
-"""From the setting `mesh` to the ranks that share a model (floor 3)."""
+"""From the setting `mesh` to the ranks that share a model (floor 3).
+
+Ranks along "dp_replicate", "dp_shard" and "cp" have parts of one step's tokens: gradients are the
+means of theirs. Those along "tp" have parts of tensors, and DTensors say what is summed. Those
+along "pp" have layers of their own.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +62,7 @@ def open_comm(
     without a mesh in a group of several ranks, which would each train alone; and for groups of
     ranks that do not fit the mesh.
     """
-    world = world_size()
+    world, n_context = world_size(), 1
     if mesh is None and tensor_ranks:
         check_covered(world, tensor_ranks)
         n_shares = n_copies = 1
@@ -66,6 +71,7 @@ def open_comm(
         n_shares = n_copies = 1
     else:
         n_shares, n_copies = shares_of(mesh, world, averages, tensor_ranks)
+        n_context = sizes_of(mesh, world)[CONTEXT]
     check_group(sum_group, n_shares, n_copies)
     n_tensor = len(tensor_ranks)
     n_stage = len(stage_ranks(mesh, world)) if world else 1  # ranks of a stage of a pipeline
@@ -75,6 +81,7 @@ def open_comm(
     teams = [stage[part :: max(1, n_tensor)] for stage in stages for part in range(n_tensor or 1)]
     return Gloo(
         *(n_shares, timeout_seconds, sum_group),
+        n_context=n_context,
         one_sided=one_sided,
         teams=teams if len(teams) > 1 else None,  # with the same parts of the same stage
         everyone=Talks(stages, timeout_seconds) if n_tensor else None,
@@ -170,8 +177,8 @@ def shares_of(
         )
     sizes = sizes_of(mesh, world)
     check_tensor(mesh, sizes[TENSOR], tensor_ranks)
-    if sizes[SHARD] > 1:
-        return sizes[SHARD], sizes[REPLICATE]
+    if sizes[SHARD] * sizes[CONTEXT] > 1:
+        return sizes[SHARD] * sizes[CONTEXT], sizes[REPLICATE]
     if sizes[REPLICATE] > 1 and tensor_ranks:
         raise ConfigError(
             f"mesh={mesh!r}: nothing would average the gradients of {sizes[REPLICATE]} models whose"
@@ -198,13 +205,21 @@ def sizes_of(mesh: Any, world: int) -> dict[str, int]:
     mesh = sizes_named(mesh)
     check_axes(mesh)
     sizes = {name: int(mesh.get(name, 1)) for name in AXES}
-    check_context(sizes[CONTEXT])
     if math.prod(sizes.values()) != world:
         raise ConfigError(
             f"mesh={dict(mesh)} is of {math.prod(sizes.values())} ranks; there are {world}",
             advice=f"use mesh='world', or sizes whose product is {world}",
         )
     return sizes
+
+
+def along_axes(comm: Comm, n_tensor: int) -> dict[str, int]:
+    """Return the ranks of a model along each axis; empty for one that is alone."""
+    if comm.size * n_tensor == 1:
+        return {}
+    n_shares = comm.n_shares // comm.n_context
+    sizes = comm.n_copies, n_shares, comm.n_context, n_tensor
+    return dict(zip((REPLICATE, SHARD, CONTEXT, TENSOR), sizes, strict=True))
 
 
 def device_mesh(kind: str, sizes: Mapping[str, int]) -> DeviceMesh:
@@ -247,20 +262,16 @@ def refuse_stages(mesh: Any, what: str, advice: str = OWN_LOOP) -> None:
         )
 
 
+def refuse_context(mesh: Any, what: str, advice: str) -> None:
+    """Refuse a mesh whose ranks have parts of sequences where ``what`` has whole ones."""
+    if sizes_named(mesh).get(CONTEXT, 1) > 1:
+        raise ConfigError(f"mesh={mesh!r}: {what} knows no parts of sequences", advice=advice)
+
+
 def check_axes(mesh: Mapping[str, Any]) -> None:
     unknown = [name for name in mesh if name not in AXES]
     if unknown:
         raise ConfigError(f"mesh has an axis {unknown[0]!r}", advice=f"axes are {', '.join(AXES)}")
-
-
-def check_context(size: int) -> None:
-    """Refuse ranks that divide a sequence: the gradients of theirs are added up, not averaged."""
-    if size > 1:
-        raise ConfigError(
-            f'mesh={{"{CONTEXT}": {size}}}: context parallel models are not prepared yet',
-            advice=f"leave {CONTEXT} at 1; {TENSOR} divides sequences between layers as well"
-            " (SequenceParallel), and tile= or micro_batch= make longer ones fit",
-        )
 
 
 def check_order(mesh: Any) -> None:

@@ -30,6 +30,7 @@ class Neighbours(OneSided):
         self.rank = far.rank
         self.size, self.n_local = far.size, far.n_local
         self.n_shares, self.n_copies = far.n_shares, far.n_copies
+        self.n_context = far.n_context
         self.sum_group = far.sum_group
         self.node = node
         self._far = far

@@ -155,6 +155,7 @@ class Waited:
         except RuntimeError as error:
             self.error = error
         finally:
+            del self._work  # and the tensors that it holds: this may wait long for the next one
             self.ended.set()
 
 

@@ -25,7 +25,7 @@ from hetero.device import open_device
 from hetero.errors import ConfigError
 from hetero.export import materialised
 from hetero.parallel.launch import Launch, launch
-from hetero.parallel.mesh import refuse_stages
+from hetero.parallel.mesh import refuse_context, refuse_stages
 from hetero.recipes.folders import folder_of, record_folder
 from hetero.recipes.optimizers import factor_of, optimizer_of
 from hetero.recipes.options import TrainOptions, check_paths_of, installed, settings_of
@@ -93,6 +93,7 @@ def train_on(
     if ranks.size > 1 and config.mesh is None:
         config = dataclasses.replace(config, mesh="world")
     refuse_stages(config.mesh, "hetero train")
+    refuse_context(config.mesh, "hetero train", "write a loop: docs/context-parallel.md")
     if ranks.rank:
         options = dataclasses.replace(options, record="none", track=())
         watch = announce = noop

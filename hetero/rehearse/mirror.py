@@ -17,7 +17,15 @@ from hetero.device import Device, Slab, Ticket
 from hetero.device.comm import ALONE_COMM, Comm, Company, Relay, relay_of
 from hetero.dry import DryDevice
 from hetero.errors import ConfigError
-from hetero.parallel.mesh import REPLICATE, SHARD, check_axes, check_group, refuse_stages
+from hetero.parallel.mesh import (
+    CONTEXT,
+    REPLICATE,
+    SHARD,
+    check_axes,
+    check_group,
+    refuse_context,
+    refuse_stages,
+)
 from hetero.plan.machine import MachineProfile
 from hetero.plan.network import (
     Cluster,
@@ -60,6 +68,7 @@ class Mirror:
     """The first of the ranks of a mesh."""
 
     rank = 0
+    n_context = 1
 
     def __init__(self, ranks: Cluster, device: DryDevice, profile: MachineProfile) -> None:
         self.n_shares, self.n_copies, self.n_local, self.sum_group = ranks
@@ -170,5 +179,7 @@ def ranks_of(mesh: Any, profile: MachineProfile) -> Cluster:
         )
     check_axes(mesh)
     refuse_stages(mesh, "a plan")
+    advice = f"leave {CONTEXT} out: {SHARD} as many times as large plans the same shares"
+    refuse_context(mesh, "a plan", advice)
     n_shares = int(mesh.get(SHARD, 1))
     return on_machines(profile, n_shares, int(mesh.get(REPLICATE, 1)) if n_shares > 1 else 1)

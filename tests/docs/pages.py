@@ -22,6 +22,7 @@ SIGNATURES = "docs/reference/api.md"  # its snippets are stubs
 RANKS = (
     "docs/ranks.md",
     "docs/tensor-parallel.md",
+    "docs/context-parallel.md",
     "docs/pipelines.md",
 )  # whose snippets need several processes
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)

@@ -510,8 +510,8 @@ def refused(rank: int, folder: str) -> None:
     prepare(ConfigError, "are DTensors on ranks 0, 1", mesh="world")
     prepare(ConfigError, '"tp" is of 1', mesh={"dp_shard": 2})
     prepare(ConfigError, "there are 2", mesh={"tp": 4})
-    prepare(ConfigError, "context parallel", mesh={"cp": 2})
-    prepare(ConfigError, "context parallel", mesh={"cp": 2, "tp": 2})
+    prepare(ConfigError, "are DTensors on ranks 0, 1", mesh={"cp": 2})
+    prepare(ConfigError, "there are 2", mesh={"cp": 2, "tp": 2})
     model, _ = built(run)
     with pytest.raises(ConfigError, match="LAMB may need whole tensors"):
         hetero.prepare(model, hetero.optim.LAMB(model.parameters()), **TIGHT)

@@ -120,7 +120,9 @@ def test_a_plan_of_unknown_ranks_is_refused() -> None:
         ranks_of("world", cluster(4))
 
 
-def test_a_plan_of_a_pipeline_is_refused() -> None:
+def test_a_plan_of_a_pipeline_or_of_parts_of_sequences_is_refused() -> None:
+    with pytest.raises(ConfigError, match="a plan knows no parts of sequences"):
+        ranks_of({"cp": 2}, cluster(4))
     with pytest.raises(ConfigError, match="a plan knows no pipelines"):
         ranks_of({"pp": 2, "dp_shard": 2}, cluster(4))
 

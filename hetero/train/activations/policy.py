@@ -110,6 +110,7 @@ class ActivationPolicies:
         enter, leave: begin and end a unit's access; `leave` takes the result of `enter`.
         before_node: registers a call before a node of a graph runs.
         trains: whether there are steps, at whose ends measurements are used.
+        meets: whether units make calls together with those of other ranks.
     """
 
     def __init__(
@@ -125,6 +126,7 @@ class ActivationPolicies:
         leave: Callable[[int, bool], None],
         before_node: BeforeNode,
         trains: bool,
+        meets: bool = False,
     ) -> None:
         named = [i for i, unit in enumerate(units) if unit.module is not None]
         self.may_change = choice == "auto" and trains
@@ -132,7 +134,7 @@ class ActivationPolicies:
         self.watch: Watch = Unwatched()
         self.forwards: Forwards = Unwatched()
         # A rank that chose to repeat a unit would repeat its collectives alone.
-        is_tried = not (self.may_change and saved.parts.kinds)
+        is_tried = not (self.may_change and (meets or saved.parts.kinds))
         self.proofs = {unit: Proof(is_tried=is_tried) for unit in named}
         """By unit: whether it may be recomputed."""
         self._unproven: set[int] = set()  # units to be recomputed all the same

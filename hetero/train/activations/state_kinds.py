@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from hetero.device import accelerator_rng, set_accelerator_rng
 from hetero.dry import unseen_writes
@@ -240,6 +241,11 @@ def switches() -> tuple[Switch, ...]:
         Switch(torch.get_default_dtype, torch.set_default_dtype),
         Switch(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
         Switch(_deterministic, _set_deterministic),
+        # ranks that have parts of a sequence replace it for the length of a block
+        Switch(
+            functools.partial(getattr, F, "scaled_dot_product_attention"),
+            functools.partial(setattr, F, "scaled_dot_product_attention"),
+        ),
     ]
     for name in ("enabled", "benchmark", "deterministic", "allow_tf32"):
         found.append(

@@ -43,6 +43,7 @@ def make_activations(
         leave=leave,
         before_node=before_node,
         trains=setup.inner is not None,
+        meets=setup.comm.n_context > 1,
     )
 
 

@@ -84,10 +84,11 @@ class Setup:
     def __post_init__(self) -> None:
         self.index = {id(param): i for i, param in enumerate(self.params)}
 
-    def joins(self, company: Company | None, leave: Callable[[], object]) -> None:
-        """Note the ranks of a pipeline, and how to leave them."""
+    def joins(self, company: Company | None, *leave: Callable[[], object]) -> None:
+        """Note the ranks of a pipeline, and how to leave others."""
         self.company = company
-        self.ends.callback(leave)
+        for each in leave:
+            self.ends.callback(each)
 
     @property
     def everyone(self) -> Company:
