@@ -185,7 +185,7 @@ def plan(
     """
     known = Config.load(config, **settings)
     profile = machine(known)
-    described = describe(model_or_config, batch)
+    described = describe(model_or_config, batch, plain=lora_rank is None)  # PEFT knows its own
     if lora_rank is not None:
         described = replace(described, model=adapted(described.model, lora_rank, optimizer))
     if isinstance(optimizer, str):
