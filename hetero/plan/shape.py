@@ -23,7 +23,7 @@ READ = {  # keys of a configuration that say all there is to a shape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
+class DecoderShape:
     """A decoder of a published kind."""
 
     kind: str
@@ -70,9 +70,9 @@ class Shape:
     @property
     def numel(self) -> int:
         """Parameters of the whole model."""
-        return sum(self.share_numel(Share(0, self.layers, opens=True, closes=True)))
+        return sum(self.share_numel(StageShare(0, self.layers, opens=True, closes=True)))
 
-    def share_numel(self, share: Share) -> tuple[int, int]:
+    def share_numel(self, share: StageShare) -> tuple[int, int]:
         """Return the parameters of a rank: its parts of those that ranks divide, and the others."""
         split, whole = self.layer_sizes(share.n_ranks)
         split, whole = share.n_layers * split, share.n_layers * whole
@@ -85,7 +85,7 @@ class Shape:
             whole += self.width * (1 if self.kind in LLAMAS else 2)
         return split, whole
 
-    def flops(self, share: Share, samples: int, sequence: int) -> float:
+    def flops(self, share: StageShare, samples: int, sequence: int) -> float:
         """Return the operations of a forward of a rank's share: matrix products, attention causal
         (T1)."""
         tokens = samples * sequence
@@ -97,7 +97,7 @@ class Shape:
         return 2.0 * tokens * per_token / share.n_ranks
 
 
-class Share(NamedTuple):
+class StageShare(NamedTuple):
     """What one rank has of a decoder: layers in a row, and of their tensors a part."""
 
     first: int
@@ -115,7 +115,7 @@ class Share(NamedTuple):
         return self.after - self.first
 
 
-def shape_of(config: Mapping[str, Any]) -> Shape | None:
+def shape_of(config: Mapping[str, Any]) -> DecoderShape | None:
     """Return the shape in a configuration; None if its kind is not one of `KINDS`, or if it says
     more than a shape."""
     kind = str(config.get("model_type"))
@@ -124,7 +124,7 @@ def shape_of(config: Mapping[str, Any]) -> Shape | None:
     width = int(config.get("hidden_size") or config["n_embd"])
     heads = int(config.get("num_attention_heads") or config["n_head"])
     inner = config.get("intermediate_size") or config.get("n_inner") or 4 * width
-    return Shape(
+    return DecoderShape(
         kind=kind,
         vocab=int(config["vocab_size"]),
         width=width,
@@ -142,7 +142,7 @@ def shape_of(config: Mapping[str, Any]) -> Shape | None:
     )
 
 
-def check_divides(shape: Shape, n_ranks: int) -> None:
+def check_divides(shape: DecoderShape, n_ranks: int) -> None:
     """Refuse ranks that do not divide heads or widths of a decoder."""
     sizes = (("heads", shape.heads), ("heads of keys", shape.kv_heads), ("inner", shape.inner))
     for what, size in sizes:
@@ -154,7 +154,7 @@ def check_divides(shape: Shape, n_ranks: int) -> None:
             )
 
 
-def even_cut(shape: Shape, n_stages: int, n_ranks: int = 1) -> list[Share]:
+def even_cut(shape: DecoderShape, n_stages: int, n_ranks: int = 1) -> list[StageShare]:
     """Return the stages of a decoder, of as equal numbers of parameters as whole layers allow.
 
     An embedding and a head count as the layers that they weigh: with BLOOM's 250,880 words each is
@@ -174,10 +174,10 @@ def even_cut(shape: Shape, n_stages: int, n_ranks: int = 1) -> list[Share]:
     return shares_at(cuts, n_ranks)
 
 
-def shares_at(cuts: Sequence[int], n_ranks: int = 1) -> list[Share]:
+def shares_at(cuts: Sequence[int], n_ranks: int = 1) -> list[StageShare]:
     """Return the stages between cuts: the first layer of each, and the number of layers."""
     last = len(cuts) - 2
     return [
-        Share(low, high, opens=at == 0, closes=at == last, n_ranks=n_ranks)
+        StageShare(low, high, opens=at == 0, closes=at == last, n_ranks=n_ranks)
         for at, (low, high) in enumerate(itertools.pairwise(cuts))
     ]

@@ -13,8 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hetero.plan.shape import LLAMAS, Shape, Share
+from hetero.errors import ConfigError
+from hetero.plan.shape import LLAMAS, DecoderShape, StageShare
 from hetero.rehearse.layers import (
+    HAS_EXPERTS,
     BloomLayer,
     GemmaNorm,
     GPT2Layer,
@@ -32,7 +34,7 @@ IGNORED = -100  # a label that no loss is taken of
 class Words(nn.Embedding):
     """A rank's rows of an embedding; Gemma's scales what it finds."""
 
-    def __init__(self, shape: Shape, n_ranks: int) -> None:
+    def __init__(self, shape: DecoderShape, n_ranks: int) -> None:
         super().__init__(-(-shape.vocab // n_ranks), shape.width)
         self.n_ranks = n_ranks
         self.scaled = shape.kind == "gemma"
@@ -51,7 +53,7 @@ class Words(nn.Embedding):
 class Body(nn.Module):
     """The layers of a stage, between its embedding and its last norm, if it has these."""
 
-    def __init__(self, shape: Shape, share: Share) -> None:
+    def __init__(self, shape: DecoderShape, share: StageShare) -> None:
         super().__init__()
         self.shape, self.share = shape, share
 
@@ -75,7 +77,7 @@ class Body(nn.Module):
 class LlamaBody(Body):
     """Of Llama or its kin."""
 
-    def __init__(self, shape: Shape, share: Share) -> None:
+    def __init__(self, shape: DecoderShape, share: StageShare) -> None:
         super().__init__(shape, share)
         if share.opens:
             self.embed_tokens = Words(shape, share.n_ranks)
@@ -97,7 +99,7 @@ class LlamaBody(Body):
 class GPT2Body(Body):
     """Of GPT-2 and its kin."""
 
-    def __init__(self, shape: Shape, share: Share) -> None:
+    def __init__(self, shape: DecoderShape, share: StageShare) -> None:
         super().__init__(shape, share)
         if share.opens:
             self.wte = Words(shape, share.n_ranks)
@@ -121,7 +123,7 @@ class GPT2Body(Body):
 class BloomBody(Body):
     """Of BLOOM."""
 
-    def __init__(self, shape: Shape, share: Share) -> None:
+    def __init__(self, shape: DecoderShape, share: StageShare) -> None:
         super().__init__(shape, share)
         if share.opens:
             self.word_embeddings = Words(shape, share.n_ranks)
@@ -171,12 +173,11 @@ def causal(x: torch.Tensor) -> torch.Tensor:
 class Decoder(nn.Module):
     """A decoder, or one rank's share of it.
 
-    Its first stage takes tokens, the others what the stage before them returned; its last one
-    returns a loss if it is given labels. Words that ranks divide are never gathered: the loss is
-    of their parts, as torch's ``loss_parallel`` makes it.
+    The last stage returns a loss if it is given labels. Words that ranks divide are never gathered:
+    the loss is of their parts, as torch's ``loss_parallel`` makes it.
     """
 
-    def __init__(self, shape: Shape, share: Share) -> None:
+    def __init__(self, shape: DecoderShape, share: StageShare) -> None:
         super().__init__()
         self.shape, self.share = shape, share
         self.body_name = "model" if shape.kind in LLAMAS else "transformer"
@@ -194,19 +195,27 @@ class Decoder(nn.Module):
         return next(m for m in self.modules() if isinstance(m, Words))
 
     def forward(
-        self,
-        input_ids: torch.Tensor | None = None,
-        labels: torch.Tensor | None = None,
-        hidden: torch.Tensor | None = None,
+        self, input_ids: torch.Tensor, labels: torch.Tensor | None = None
     ) -> dict[str, torch.Tensor]:
-        """Return the loss and the logits of the last stage, or what another one sends on."""
-        x = self.get_submodule(self.body_name)(input_ids if self.share.opens else hidden)
+        """Return the loss and the logits of the last stage, or what another one sends on.
+
+        Stages but the first receive as much as tokens make.
+        """
+        x = self.get_submodule(self.body_name)(self.received(input_ids))
         if not self.share.closes:
             return {"hidden": x}
         logits = self.lm_head(entering(x, self.share.n_ranks))
         if labels is None:
             return {"logits": logits}
         return {"loss": self.loss(logits, labels), "logits": logits}
+
+    def received(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return what the stage before sends, in new memory; the first one has the tokens."""
+        if self.share.opens:
+            return tokens
+        dtype = next(self.parameters()).dtype
+        size = *tokens.shape, self.shape.width
+        return torch.empty(size, dtype=dtype, device=tokens.device, requires_grad=True)
 
     def loss(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """Return the mean cross entropy of the next tokens, in fp32."""
@@ -217,7 +226,12 @@ class Decoder(nn.Module):
         return F.cross_entropy(logits.view(-1, logits.shape[-1]), labels.view(-1))
 
 
-def decoder(shape: Shape, share: Share | None = None) -> Decoder:
-    """Return a decoder on the meta device."""
+def decoder(shape: DecoderShape, share: StageShare | None = None) -> Decoder:
+    """Return a decoder on the meta device; ConfigError if this torch has no experts."""
+    if shape.experts and not HAS_EXPERTS:
+        raise ConfigError(
+            "experts in plain torch need torch.nn.functional.grouped_mm",
+            advice="use torch 2.10 or later",
+        )
     with torch.device("meta"):
-        return Decoder(shape, share or Share(0, shape.layers, opens=True, closes=True)).train()
+        return Decoder(shape, share or StageShare(0, shape.layers, opens=True, closes=True)).train()

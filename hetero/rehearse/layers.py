@@ -15,11 +15,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hetero.plan.shape import Shape
+from hetero.plan.shape import DecoderShape
 
 Angles = tuple[torch.Tensor, torch.Tensor]
 THETA = 10000.0
 
+
+HAS_EXPERTS = hasattr(F, "grouped_mm")
+"""Whether torch multiplies groups of rows in public (2.10)."""
 
 # -- sums of ranks -------------------------------------------------------------------------------
 
@@ -49,7 +52,7 @@ class Entered(torch.autograd.Function):
         return summed(grads[0])
 
 
-class Left(torch.autograd.Function):
+class RankSum(torch.autograd.Function):
     """The sum of what ranks made; each takes its gradient whole."""
 
     @staticmethod
@@ -73,7 +76,7 @@ def leaving(part: torch.Tensor, n_ranks: int) -> torch.Tensor:
     """Return the output of a layer that is divided in rows."""
     if n_ranks == 1:
         return part
-    found: torch.Tensor = Left.apply(part)  # type: ignore[no-untyped-call]  # torch's
+    found: torch.Tensor = RankSum.apply(part)  # type: ignore[no-untyped-call]  # torch's
     return found
 
 
@@ -107,7 +110,7 @@ class Rotary(nn.Module):
 
     inv_freq: torch.Tensor
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: DecoderShape) -> None:
         super().__init__()
         steps = torch.arange(0, shape.head_width, 2, dtype=torch.float) / shape.head_width
         self.register_buffer("inv_freq", 1.0 / THETA**steps, persistent=False)
@@ -144,7 +147,7 @@ def rotated(
 class Attention(nn.Module):
     """Llama's attention, of a rank's heads; Phi-3's with one layer for queries, keys and values."""
 
-    def __init__(self, shape: Shape, n_ranks: int) -> None:
+    def __init__(self, shape: DecoderShape, n_ranks: int) -> None:
         super().__init__()
         self.head_dim, self.n_ranks = shape.head_width, n_ranks
         self.fused = shape.kind == "phi3"
@@ -209,7 +212,7 @@ def attended(
 class GatedMLP(nn.Module):
     """Llama's; Phi-3's with one layer for gate and values."""
 
-    def __init__(self, shape: Shape, n_ranks: int) -> None:
+    def __init__(self, shape: DecoderShape, n_ranks: int) -> None:
         super().__init__()
         inner, width = shape.inner // n_ranks, shape.width
         self.n_ranks, self.kind = n_ranks, shape.kind
@@ -235,7 +238,7 @@ class GatedMLP(nn.Module):
 class Router(nn.Module):
     """Chooses experts for each token."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: DecoderShape) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(shape.experts, shape.width))
         self.chosen = shape.chosen
@@ -250,7 +253,7 @@ class Router(nn.Module):
 class Experts(nn.Module):
     """MLPs as two tensors: tokens sorted by expert go through products of groups."""
 
-    def __init__(self, shape: Shape, n_ranks: int) -> None:
+    def __init__(self, shape: DecoderShape, n_ranks: int) -> None:
         super().__init__()
         n, width, inner = shape.experts, shape.width, shape.inner // n_ranks
         self.gate_up_proj = nn.Parameter(torch.empty(n, 2 * inner, width))
@@ -281,7 +284,7 @@ def product_of_groups(x: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor
 class MixtureMLP(nn.Module):
     """Mixtral's."""
 
-    def __init__(self, shape: Shape, n_ranks: int) -> None:
+    def __init__(self, shape: DecoderShape, n_ranks: int) -> None:
         super().__init__()
         self.n_ranks = n_ranks
         self.gate = Router(shape)
@@ -296,7 +299,7 @@ class MixtureMLP(nn.Module):
 class LlamaLayer(nn.Module):
     """A layer of Llama or its kin."""
 
-    def __init__(self, shape: Shape, n_ranks: int) -> None:
+    def __init__(self, shape: DecoderShape, n_ranks: int) -> None:
         super().__init__()
         norm = GemmaNorm if shape.kind == "gemma" else RMSNorm
         self.self_attn = Attention(shape, n_ranks)
@@ -329,7 +332,7 @@ class Transposed(nn.Module):
 class GPT2Attention(nn.Module):
     """Of a rank's heads."""
 
-    def __init__(self, shape: Shape, n_ranks: int) -> None:
+    def __init__(self, shape: DecoderShape, n_ranks: int) -> None:
         super().__init__()
         self.part, self.n_ranks = shape.heads // n_ranks * shape.head_width, n_ranks
         self.head_dim, self.dropout = shape.head_width, shape.dropout
@@ -338,8 +341,10 @@ class GPT2Attention(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows = self.c_attn(entering(x, self.n_ranks)).split(self.part, dim=2)
-        heads = [row.view(*row.shape[:-1], -1, self.head_dim).transpose(1, 2) for row in rows]
-        out = attended(*heads, dropout=self.dropout if self.training else 0.0)
+        heads = (row.view(*row.shape[:-1], -1, self.head_dim).transpose(1, 2) for row in rows)
+        query, key, value = heads
+        dropout = self.dropout if self.training else 0.0
+        out = attended(query, key, value, dropout=dropout)
         out = leaving(self.c_proj(out.reshape(*out.shape[:-2], -1).contiguous()), self.n_ranks)
         return F.dropout(out, self.dropout, self.training)
 
@@ -347,7 +352,7 @@ class GPT2Attention(nn.Module):
 class GPT2MLP(nn.Module):
     """Of a rank's part of the inner width."""
 
-    def __init__(self, shape: Shape, n_ranks: int) -> None:
+    def __init__(self, shape: DecoderShape, n_ranks: int) -> None:
         super().__init__()
         inner, self.n_ranks, self.dropout = shape.inner // n_ranks, n_ranks, shape.dropout
         self.c_fc = Transposed(inner, shape.width)
@@ -363,7 +368,7 @@ class GPT2MLP(nn.Module):
 class GPT2Layer(nn.Module):
     """A layer of GPT-2, GPT-3 or Megatron's models."""
 
-    def __init__(self, shape: Shape, n_ranks: int) -> None:
+    def __init__(self, shape: DecoderShape, n_ranks: int) -> None:
         super().__init__()
         self.ln_1 = nn.LayerNorm(shape.width)
         self.attn = GPT2Attention(shape, n_ranks)
@@ -379,7 +384,7 @@ class GPT2Layer(nn.Module):
 class BloomAttention(nn.Module):
     """Attention with a bias by distance, whose scores are made: no fused kernel takes the bias."""
 
-    def __init__(self, shape: Shape, n_ranks: int) -> None:
+    def __init__(self, shape: DecoderShape, n_ranks: int) -> None:
         super().__init__()
         self.n_ranks, self.head_dim = n_ranks, shape.head_width
         self.heads = shape.heads // n_ranks
@@ -414,13 +419,14 @@ class BloomGelu(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         tanh = torch.tanh(0.79788456 * x * (1 + 0.044715 * x * x))
         slope = 0.5 * x * ((1 - tanh * tanh) * (0.79788456 + 0.1070322243 * x * x))
-        return (slope + 0.5 * (1 + tanh)) * grads[0]
+        found: torch.Tensor = (slope + 0.5 * (1 + tanh)) * grads[0]
+        return found
 
 
 class BloomMLP(nn.Module):
     """Of a rank's part of the inner width."""
 
-    def __init__(self, shape: Shape, n_ranks: int) -> None:
+    def __init__(self, shape: DecoderShape, n_ranks: int) -> None:
         super().__init__()
         self.n_ranks = n_ranks
         self.dense_h_to_4h = nn.Linear(shape.width, shape.inner // n_ranks)
@@ -429,13 +435,14 @@ class BloomMLP(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         made: torch.Tensor = self.dense_h_to_4h(entering(x, self.n_ranks))
         made = BloomGelu.apply(made)  # type: ignore[no-untyped-call]  # torch's
-        return leaving(self.dense_4h_to_h(made), self.n_ranks)
+        found: torch.Tensor = self.dense_4h_to_h(made)
+        return leaving(found, self.n_ranks)
 
 
 class BloomLayer(nn.Module):
     """A layer of BLOOM."""
 
-    def __init__(self, shape: Shape, n_ranks: int) -> None:
+    def __init__(self, shape: DecoderShape, n_ranks: int) -> None:
         super().__init__()
         self.input_layernorm = nn.LayerNorm(shape.width)
         self.self_attention = BloomAttention(shape, n_ranks)

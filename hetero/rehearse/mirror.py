@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from hetero.device import Device, Slab, Ticket
-from hetero.device.comm import ALONE_COMM, Comm, Company, Relay, relay_of
+from hetero.device.comm import ALONE_COMM, Alone, Comm, Company, Relay, relay_of
 from hetero.dry import DryDevice
 from hetero.errors import ConfigError
-from hetero.parallel.mesh import REPLICATE, SHARD, check_axes, check_group, refuse_stages
+from hetero.parallel.mesh import REPLICATE, SHARD, STAGES, TENSOR, check_axes, check_group
 from hetero.plan.machine import MachineProfile
 from hetero.plan.network import (
     Cluster,
@@ -62,7 +62,8 @@ class Mirror:
     rank = 0
 
     def __init__(self, ranks: Cluster, device: DryDevice, profile: MachineProfile) -> None:
-        self.n_shares, self.n_copies, self.n_local, self.sum_group = ranks
+        self.n_shares, self.n_copies, self.n_local = ranks.n_shares, ranks.n_copies, ranks.n_here
+        self.sum_group = ranks.sum_group
         self.size = ranks.size
         self.relay: Relay | None = None  # of one machine, where every rank reads all addends
         if ranks.n_machines > 1:
@@ -156,7 +157,9 @@ def mirrored(mesh: Any, device: DryDevice, profile: MachineProfile, sum_group: i
     ranks = ranks_of(mesh, profile)
     check_group(sum_group, ranks.n_shares, ranks.n_copies)
     ranks = ranks._replace(sum_group=sum_group)
-    return ALONE_COMM if ranks.size == 1 else Mirror(ranks, device, profile)
+    if ranks.size == 1:
+        return ALONE_COMM if ranks.n_here == 1 else Alone(ranks.n_here)
+    return Mirror(ranks, device, profile)
 
 
 def ranks_of(mesh: Any, profile: MachineProfile) -> Cluster:
@@ -169,6 +172,9 @@ def ranks_of(mesh: Any, profile: MachineProfile) -> Cluster:
             advice=f"plan with mesh={{'{SHARD}': 4}} for four",
         )
     check_axes(mesh)
-    refuse_stages(mesh, "a plan")
-    n_shares = int(mesh.get(SHARD, 1))
-    return on_machines(profile, n_shares, int(mesh.get(REPLICATE, 1)) if n_shares > 1 else 1)
+    n_shares, beside = (
+        int(mesh.get(SHARD, 1)),
+        (int(mesh.get(axis, 1)) for axis in (TENSOR, STAGES)),
+    )
+    n_copies = int(mesh.get(REPLICATE, 1)) if n_shares > 1 else 1
+    return on_machines(profile, n_shares, n_copies, *beside)

@@ -17,6 +17,7 @@ from hetero.plan.shape import shape_of
 from hetero.recipes.options import installed
 from hetero.rehearse.bert import Bert
 from hetero.rehearse.decoders import decoder
+from hetero.rehearse.layers import HAS_EXPERTS
 from hetero.rehearse.named import config_of, is_factory
 
 POSITIONS = 1024  # of the one sample that is planned with if no batch is given
@@ -134,7 +135,7 @@ def from_shape(mapping: Mapping[str, Any]) -> nn.Module | None:
     try:
         shape = shape_of(mapping)
         if shape is not None:
-            return decoder(shape)
+            return decoder(shape) if HAS_EXPERTS or not shape.experts else None
         if set(mapping) == BERT:
             with META:
                 return Bert(mapping).train()

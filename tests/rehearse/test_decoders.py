@@ -12,7 +12,8 @@ import torch
 
 from hetero.internals import DispatchMode, run_backward
 from hetero.plan.presets import PRESETS
-from hetero.plan.shape import shape_of
+from hetero.plan.shape import StageShare, shape_of
+from hetero.rehearse.decoders import decoder
 from hetero.rehearse.kernels import AsOn
 from hetero.rehearse.models import from_config, from_shape, from_transformers
 from hetero.rehearse.plan import plan
@@ -89,6 +90,18 @@ def test_the_closed_form_counts_the_parameters_that_are_built(name: str) -> None
         return
 
     assert shape.numel == sum(p.numel() for p in from_config(shallow(name)).parameters())
+
+
+def test_what_a_stage_receives_is_new_and_gets_a_gradient_to_send_back() -> None:
+    shape = shape_of(shallow("llama-3-8b"))
+    assert shape is not None
+    last = decoder(shape, StageShare(1, 2, opens=False, closes=True))
+    tokens = torch.zeros(2, 16, dtype=torch.long, device="meta")
+
+    first, second = last.received(tokens), last.received(tokens)
+    assert first.shape == (2, 16, shape.width) and first is not second
+    assert first.is_leaf and first.requires_grad
+    assert decoder(shape).received(tokens) is tokens
 
 
 def test_a_published_model_is_planned_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
