@@ -35,7 +35,7 @@ from hetero.recipes.guide import (
     GroupedCommand,
     ModelName,
 )
-from hetero.recipes.options import mesh_sizes
+from hetero.recipes.options import asks_for_mesh, mesh_sizes
 from hetero.version import __version__
 from hetero.watch.command import watch
 
@@ -353,6 +353,9 @@ def report(
 @option("--sequence", POSITIVE, "Positions of a sample.", "1024")
 @option("--ranks", POSITIVE, "Ranks that share the model; plans one.", "1")
 @option("--mesh", str, "Instead, sizes as dp_replicate=2,dp_shard=4.", "shares for all ranks")
+@click.option("--search", is_flag=True, help="Find the ten best meshes of --ranks.")
+@option("--schedule", click.Choice(["1f1b", "gpipe"]), "Of a pipeline (pp in --mesh).", "1f1b")
+@option("--exchange", click.Choice(["step", "pass"]), "Of gradients, after each.", "step")
 @option("--sum-group", POSITIVE, "Ranks in a row whose gradients add up first.", "1")
 @option("--precision", PRECISION, "Of working weights.", "fp32")
 @unit_options
@@ -367,10 +370,18 @@ def report(
 def plan(model: str, as_json: bool, no_estimates: bool, output: str | None, **given: Any) -> int:
     """Say whether training MODEL fits, how fast it is, and what limits it, before it runs.
 
+    With pp or tp in --mesh one rank of each kind of stage is planned, and with --search the best
+    meshes of --ranks are found, for a --batch of all of them.
+
     MODEL is a published one by name (llama-3-8b), a config.json or its directory, or a function of
     a module here, as mymodels:small, which returns model and batch (then --batch and --sequence say
     nothing). The exit status is 1 when it does not fit, 2 when that cannot be planned.
     """
+    if asks_for_mesh(given):
+        from hetero.recipes import mesh_plans
+
+        mesh = mesh_plans.planned(model, {**given, "output": output}, POSITIONS)
+        return 0 if tell(mesh, as_json, mesh_plans.show).fits else DISAPPOINTED
     found = planned(model, not no_estimates, given)
     if output is not None:
         found.write(output)
@@ -385,6 +396,8 @@ def planned(model: str, estimates: bool, given: dict[str, Any]) -> Plan:
     given = {key: value for key, value in given.items() if value not in (None, False)}
     samples, positions = given.pop("batch", 1), given.pop("sequence", POSITIONS)
     ranks = given.pop("ranks", 1)
+    for name in ("schedule", "exchange"):  # of pipelines
+        given.pop(name, None)
     if "mesh" in given:
         given["mesh"] = mesh_sizes(given["mesh"])
     elif ranks > 1:

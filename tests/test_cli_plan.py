@@ -210,3 +210,66 @@ def test_a_mesh_that_is_none_ends_with_2(mesh: str) -> None:
     result = call(f"{SMALL} --mesh {mesh}")
     assert result.exit_code == 2
     assert "mesh" in result.output
+
+
+# -- meshes --------------------------------------------------------------------------------------
+
+TINY = {
+    "model_type": "llama",
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 128,
+}
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> str:
+    """A decoder's configuration, and options to plan it with."""
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(TINY))
+    return f"{file} --profile a100-80 --precision bf16 --sequence 16"
+
+
+def test_a_mesh_is_planned_stage_by_stage(tiny: str) -> None:
+    result = call(f"{tiny} --mesh pp=2,tp=2,dp=2 --batch 2 --micro-batch 1 --json")
+    data = last_json(result)
+
+    assert result.exit_code == 0
+    assert data["mesh"] == {"pp": 2, "dp_shard": 2, "tp": 2}
+    assert (data["n_ranks"], data["n_passes"], len(data["stages"])) == (8, 2, 2)
+    assert data["tokens"] == 2 * 2 * 16
+
+
+def test_a_plan_of_a_mesh_fits_into_a_terminal(tiny: str) -> None:
+    result = call(f"{tiny} --mesh pp=2,tp=2 --batch 2")
+
+    assert result.exit_code == 0, result.output
+    said = result.output.replace("\n", " ")
+    assert "bubble" in said and "over tp" in said and "Schedule1F1B(stage, 2)" in said
+    assert max(len(line) for line in result.output.splitlines()[:12]) <= 80
+
+
+def test_the_best_meshes_are_a_table_with_the_line_to_paste(tiny: str) -> None:
+    result = call(f"{tiny} --ranks 2 --search --batch 1")
+
+    assert result.exit_code == 0, result.output
+    assert "pp x dp x tp" in result.output and "hetero.prepare(" in result.output
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ("--search", "--ranks"),
+        ("--mesh pp=2 --optimizer sgd", "--optimizer"),
+        ("--mesh pp=2 -o plan.html", "--output"),
+        ("--search --ranks 2 --micro-batch 2", "a search finds that itself"),
+    ],
+)
+def test_what_a_mesh_does_not_take_ends_with_2(tiny: str, more: str, said: str) -> None:
+    result = call(f"{tiny} {more}")
+
+    assert result.exit_code == 2
+    assert said in result.output

@@ -22,6 +22,13 @@ class Cluster(NamedTuple):
     """Ranks on one machine."""
     sum_group: int = 1
     """Ranks in a row that add up gradients first, machines or parts of one."""
+    n_beside: int = 1
+    """Ranks on a machine for each of these: with other parts of its tensors, or other stages."""
+
+    @property
+    def n_here(self) -> int:
+        """All ranks on one machine, which divide its RAM and its processors."""
+        return self.n_local * self.n_beside
 
     @property
     def size(self) -> int:
@@ -37,10 +44,23 @@ class Cluster(NamedTuple):
         return self.n_machines == 1 or self.n_local % self.n_shares == 0
 
 
-def on_machines(profile: MachineProfile, n_shares: int, n_copies: int) -> Cluster:
-    """Return ranks as they are on machines of a profile; without [net.inter] there is only one."""
-    inter, size = profile.net and profile.net.inter, n_shares * n_copies
-    return Cluster(n_shares, n_copies, min(size, inter.devices_per_node) if inter else size)
+def on_machines(
+    profile: MachineProfile, n_shares: int, n_copies: int, n_parts: int = 1, n_stages: int = 1
+) -> Cluster:
+    """Return ranks as they are on machines of a profile; without [net.inter] there is only one.
+
+    ``n_parts`` ranks in a row divide tensors, and stages are outermost.
+    """
+    size, whole = n_shares * n_copies, n_shares * n_copies * n_parts * n_stages
+    devices = min(whole, node_size(profile, whole))
+    n_local = max(1, min(size, devices // n_parts))
+    return Cluster(n_shares, n_copies, n_local, n_beside=max(1, devices // n_local))
+
+
+def node_size(profile: MachineProfile, n_ranks: int) -> int:
+    """Return the devices of a machine; all of them, if there is only one."""
+    inter = profile.net and profile.net.inter
+    return inter.devices_per_node if inter else n_ranks
 
 
 def gather_seconds(profile: MachineProfile, ranks: Cluster, n_bytes: int) -> float:
@@ -96,4 +116,29 @@ def near_rate(profile: MachineProfile, ranks: Cluster, n_bytes: int) -> float:
         return interpolated(net.busbw.rows, n_bytes)
     if net is not None and net.bytes_per_second is not None:
         return net.bytes_per_second.value
-    return profile.host.dram_bytes_per_second.value / 2 / ranks.n_local
+    return profile.host.dram_bytes_per_second.value / 2 / ranks.n_here
+
+
+def sum_seconds(profile: MachineProfile, n_ranks: int, n_bytes: float) -> float:
+    """Return the time in which ranks in a row add up ``n_bytes``, which each of them has: a ring
+    moves twice what a gather does (T8)."""
+    if n_ranks == 1:
+        return 0.0
+    moved, n_local = 2 * n_bytes * (n_ranks - 1) / n_ranks, node_size(profile, n_ranks)
+    if n_ranks > n_local:
+        return far_seconds(profile, moved, -(-n_ranks // n_local))
+    late = profile.net and profile.net.latency_seconds
+    cluster = Cluster(n_ranks, 1, n_ranks)
+    return moved / near_rate(profile, cluster, int(n_bytes)) + (late.value if late else 0.0)
+
+
+def send_seconds(profile: MachineProfile, n_bytes: float, *, near: bool) -> float:
+    """Return the time in which a rank sends ``n_bytes`` to one of the next stage: on its machine,
+    or through its part of the network cards."""
+    net = profile.net
+    if not near:
+        return far_seconds(profile, n_bytes, 2)
+    if net is None or net.bytes_per_second is None:
+        return 2 * n_bytes / profile.host.dram_bytes_per_second.value
+    late = net.latency_seconds.value if net.latency_seconds else 0.0
+    return n_bytes / net.bytes_per_second.value + late

@@ -34,6 +34,39 @@ def _published(
     )
 
 
+def _gpt(vocab: int, hidden: int, layers: int, heads: int, positions: int) -> Preset:
+    """Return a configuration with GPT-2's names."""
+    return MappingProxyType(
+        {
+            "model_type": "gpt2",
+            "vocab_size": vocab,
+            "n_positions": positions,
+            "n_embd": hidden,
+            "n_layer": layers,
+            "n_head": heads,
+        }
+    )
+
+
+MEGATRON: Mapping[str, Preset] = MappingProxyType(
+    {
+        f"megatron-{size}b": _gpt(51200, hidden, layers, heads, 2048)
+        for size, hidden, layers, heads in (
+            ("1.7", 2304, 24, 24),
+            ("3.6", 3072, 30, 32),
+            ("7.5", 4096, 36, 32),
+            ("18", 6144, 40, 48),
+            ("39", 8192, 48, 64),
+            ("76", 10240, 60, 80),
+            ("145", 12288, 80, 96),
+            ("310", 16384, 96, 128),
+            ("530", 20480, 105, 128),
+            ("1008", 25600, 128, 160),
+        )
+    }
+)
+"""The models of Megatron-LM's table of 2021 (arXiv 2104.04473), by billions of parameters."""
+
 PRESETS: Mapping[str, Preset] = MappingProxyType(
     {
         "llama-3-8b": _published("llama", 128256, 4096, 32, 32, 8, 14336),
@@ -46,15 +79,22 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
         ),
         "qwen2.5-7b": _published("qwen2", 152064, 3584, 28, 28, 4, 18944),
         "gemma-2b": _published("gemma", 256000, 2048, 18, 8, 1, 16384, head_dim=256),
-        "gpt2": MappingProxyType(
+        "gpt2": _gpt(50257, 768, 12, 12, 1024),
+        "gpt-3-175b": _gpt(50257, 12288, 96, 96, 2048),
+        "bloom-176b": MappingProxyType(
             {
-                "model_type": "gpt2",
-                "vocab_size": 50257,
-                "n_positions": 1024,
-                "n_embd": 768,
-                "n_layer": 12,
-                "n_head": 12,
+                "model_type": "bloom",
+                "vocab_size": 250880,
+                "hidden_size": 14336,
+                "n_layer": 70,
+                "n_head": 112,
             }
+        ),
+        "moe-1t": _published(  # no model of its own: as wide, as deep and with as many experts as
+            # the largest open ones (Kimi K2), in Mixtral's form
+            *("mixtral", 163840, 7168, 61, 64, 8, 2048),
+            num_local_experts=384,
+            num_experts_per_tok=8,
         ),
         "phi-3-mini": _published("phi3", 32064, 3072, 32, 32, 32, 8192),
         "bert-base-uncased": _published(
@@ -62,6 +102,7 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
         ),
         "tinyllama-1.1b": _published("llama", 32000, 2048, 22, 32, 4, 5632),
         "smollm2-135m": _published("llama", 49152, 576, 30, 9, 3, 1536, tie_word_embeddings=True),
+        **MEGATRON,
     }
 )
 """Published configurations, as in their ``config.json``."""

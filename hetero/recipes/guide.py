@@ -47,6 +47,8 @@ PLAN_EXAMPLES = (
     "hetero plan llama-3-8b --profile rtx4090 --precision bf16 --nvme .",
     "hetero plan ./model/config.json --profile h100-sxm --batch 8 --sequence 4096",
     "hetero plan mymodels:small --profile rtx3090 --hbm 10G",
+    "hetero plan bloom-176b --mesh pp=12,tp=4,dp=8 --batch 256 --micro-batch 2 --profile a100-80",
+    "hetero plan bloom-176b --ranks 384 --search --batch 2048 --precision bf16 --profile a100-80",
 )
 
 

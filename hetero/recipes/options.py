@@ -187,14 +187,24 @@ def has_bytes(path: str) -> bool:
 
 
 def mesh_sizes(given: str) -> dict[str, int]:
-    """Return sizes by axis from text as dp_replicate=2,dp_shard=4."""
+    """Return sizes by axis from text as dp_replicate=2,dp_shard=4.
+
+    dp is short for dp_shard: ranks that have batches of their own, and share the model.
+    """
     pairs = [part.partition("=") for part in given.split(",")]
     wrong = [name for name, _, size in pairs if not size.isdecimal() or not int(size)]
     if wrong:
         raise ConfigError(
             f"--mesh {given}: no size of {wrong[0]!r}", advice="write --mesh dp_shard=4"
         )
-    return {name.strip(): int(size) for name, _, size in pairs}
+    names = {"dp": "dp_shard"}
+    return {names.get(name.strip(), name.strip()): int(size) for name, _, size in pairs}
+
+
+def asks_for_mesh(given: Mapping[str, Any]) -> bool:
+    """Whether options of a plan ask for stages, for divided tensors, or for a search of meshes."""
+    mesh = mesh_sizes(given["mesh"]) if given.get("mesh") else {}
+    return bool(given.get("search")) or any(mesh.get(axis, 1) > 1 for axis in ("pp", "tp"))
 
 
 def tidy(form: FieldForm, value: Any) -> Any:

@@ -15,6 +15,7 @@ from hetero.internals import DispatchMode
 from hetero.plan.machine import Dtype, MachineProfile
 from hetero.plan.rates import attention_flops, side_of
 from hetero.rehearse.kernels import as_on_cpu, note_writes
+from hetero.rehearse.layers import SUMMED
 from hetero.train.activations.meter import tensors_in
 from hetero.types import Lane, noop
 
@@ -37,6 +38,7 @@ FUNCTIONS = {  # of each element, with more arithmetic than a processor does whi
     *(_aten._log_softmax_backward_data, _aten.mish, _aten.elu, _aten.softplus),
 }
 ATTENTION = "_scaled_dot_product_"
+GROUPED = "_grouped_mm"  # rows of groups, each times its own matrix, or products of such rows
 
 
 class Clocked(Protocol):
@@ -77,6 +79,7 @@ class OpClock(DispatchMode):
     Args:
         counted: whether each operation's bytes are counted, which takes time.
         n_sharing: processes that compute on the same processors at the same time.
+        sum_seconds: of bytes that ranks which divide tensors add up, while compute waits.
     """
 
     def __init__(
@@ -86,8 +89,13 @@ class OpClock(DispatchMode):
         *,
         counted: bool = False,
         n_sharing: int = 1,
+        sum_seconds: Callable[[float], float] = lambda n_bytes: 0.0,
     ) -> None:
         super().__init__()
+        self._sum_seconds = sum_seconds
+        self.summed_bytes = 0
+        self.summed_seconds = 0.0
+        """Of sums of ranks."""
         self._is_cuda = device.is_cuda
         self._device = device
         self._profile = profile
@@ -109,6 +117,8 @@ class OpClock(DispatchMode):
         if func is NUMBER and args[0].is_meta:
             return True if args[0].dtype is torch.bool else 1
         self.operations += 1
+        if func is SUMMED:
+            return self._sum(func, args[0])
         if self._counted_seconds:
             self._device.compute(self._counted_seconds)
         if func.is_view or func in FREE:
@@ -133,6 +143,14 @@ class OpClock(DispatchMode):
         self._device.compute(known.seconds * self._slowdown() * self._n_sharing)
         return found
 
+    def _sum(self, func: Any, part: torch.Tensor) -> Any:
+        """Let the time of a sum of ranks pass."""
+        seconds = self._sum_seconds(part.nbytes)
+        self.summed_bytes += part.nbytes
+        self.summed_seconds += seconds
+        self._device.compute(seconds)
+        return func(part)
+
     def _learn(self, func: Any, args: Any, kwargs: dict[str, Any] | None, found: Any) -> Known:
         inputs = list(tensors_in((*args, *kwargs.values()) if kwargs else args))
         outputs = list(tensors_in(found))
@@ -156,6 +174,9 @@ class OpClock(DispatchMode):
             m, k, n = left.shape[-2], left.shape[-1], right.shape[-1]
             seconds = batch * self._matmul_seconds(m, n, k, left.dtype)
             return Product(2.0 * batch * m * n * k, seconds)
+        if name.startswith(GROUPED):
+            (m, k), n = inputs[0].shape[-2:], inputs[1].shape[-1]
+            return Product(2.0 * m * n * k, self._matmul_seconds(m, n, k, inputs[0].dtype))
         if name.startswith(ATTENTION):
             return self._attention(name, args, inputs)
         if packet not in flop_registry:

@@ -14,17 +14,17 @@ from typing import Any
 import torch
 
 from hetero.device import Device, Slab, Ticket
-from hetero.device.comm import ALONE_COMM, Comm, Company, Relay, relay_of
+from hetero.device.comm import ALONE_COMM, Alone, Comm, Company, Relay, relay_of
 from hetero.dry import DryDevice
 from hetero.errors import ConfigError
 from hetero.parallel.mesh import (
-    CONTEXT,
     REPLICATE,
     SHARD,
+    STAGES,
+    TENSOR,
     check_axes,
     check_group,
     refuse_context,
-    refuse_stages,
 )
 from hetero.plan.machine import MachineProfile
 from hetero.plan.network import (
@@ -35,6 +35,8 @@ from hetero.plan.network import (
     pass_on_seconds,
 )
 from hetero.types import Kind, Lane
+
+NO_CONTEXT = f"leave cp out: {SHARD} as many times as large plans the same shares"
 
 
 class MirrorNode:
@@ -71,7 +73,8 @@ class Mirror:
     n_context = 1
 
     def __init__(self, ranks: Cluster, device: DryDevice, profile: MachineProfile) -> None:
-        self.n_shares, self.n_copies, self.n_local, self.sum_group = ranks
+        self.n_shares, self.n_copies, self.n_local = ranks.n_shares, ranks.n_copies, ranks.n_here
+        self.sum_group = ranks.sum_group
         self.size = ranks.size
         self.relay: Relay | None = None  # of one machine, where every rank reads all addends
         if ranks.n_machines > 1:
@@ -165,7 +168,9 @@ def mirrored(mesh: Any, device: DryDevice, profile: MachineProfile, sum_group: i
     ranks = ranks_of(mesh, profile)
     check_group(sum_group, ranks.n_shares, ranks.n_copies)
     ranks = ranks._replace(sum_group=sum_group)
-    return ALONE_COMM if ranks.size == 1 else Mirror(ranks, device, profile)
+    if ranks.size == 1:
+        return ALONE_COMM if ranks.n_here == 1 else Alone(ranks.n_here)
+    return Mirror(ranks, device, profile)
 
 
 def ranks_of(mesh: Any, profile: MachineProfile) -> Cluster:
@@ -178,8 +183,7 @@ def ranks_of(mesh: Any, profile: MachineProfile) -> Cluster:
             advice=f"plan with mesh={{'{SHARD}': 4}} for four",
         )
     check_axes(mesh)
-    refuse_stages(mesh, "a plan")
-    advice = f"leave {CONTEXT} out: {SHARD} as many times as large plans the same shares"
-    refuse_context(mesh, "a plan", advice)
-    n_shares = int(mesh.get(SHARD, 1))
-    return on_machines(profile, n_shares, int(mesh.get(REPLICATE, 1)) if n_shares > 1 else 1)
+    refuse_context(mesh, "a plan", NO_CONTEXT)
+    n_shares, *others = (int(mesh.get(axis, 1)) for axis in (SHARD, TENSOR, STAGES))
+    n_copies = int(mesh.get(REPLICATE, 1)) if n_shares > 1 else 1
+    return on_machines(profile, n_shares, n_copies, *others)

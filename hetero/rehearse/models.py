@@ -12,13 +12,19 @@ import torch
 from torch import nn
 
 from hetero.errors import ConfigError
+from hetero.plan.presets import PRESETS
+from hetero.plan.shape import shape_of
 from hetero.recipes.options import installed
+from hetero.rehearse.bert import Bert
+from hetero.rehearse.decoders import decoder
+from hetero.rehearse.layers import HAS_EXPERTS
 from hetero.rehearse.named import config_of, is_factory
 
 POSITIONS = 1024  # of the one sample that is planned with if no batch is given
 MAX_LAYERS = 2**14  # that are built: a configuration of a kilobyte may ask for billions
 UNFIT = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError)
 META = torch.device("meta")
+BERT = set(PRESETS["bert-base-uncased"])  # keys that a plain BERT is built of
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +39,13 @@ class Described:
     positions: int = 1
 
 
-def describe(what: nn.Module | Mapping[str, Any] | str | Path, batch: Any) -> Described:
-    """Return the model that ``what`` names, and the batch; see `hetero.plan`."""
+def describe(
+    what: nn.Module | Mapping[str, Any] | str | Path, batch: Any, *, plain: bool = True
+) -> Described:
+    """Return the model that ``what`` names, and the batch; see `hetero.plan`.
+
+    ``plain``: whether a configuration may be built without transformers, where hetero knows it.
+    """
     if isinstance(what, nn.Module):
         return called(what, type(what).__name__, batch)
     if is_factory(what):
@@ -42,11 +53,11 @@ def describe(what: nn.Module | Mapping[str, Any] | str | Path, batch: Any) -> De
         return called(model, what.rpartition(":")[2], batch if own is None else own)
     mapping, name = config_of(what)
     if batch is not None and not is_size(batch):
-        return called(from_config(mapping), name, batch)
+        return called(from_config(mapping, plain=plain), name, batch)
     samples, positions = batch or (1, POSITIONS)
     tokens = torch.empty(samples, positions, dtype=torch.long, device=META)
     kwargs = {"input_ids": tokens, "labels": tokens}
-    return Described(from_config(mapping), name, (), kwargs, samples, positions)
+    return Described(from_config(mapping, plain=plain), name, (), kwargs, samples, positions)
 
 
 def is_size(batch: Any) -> bool:
@@ -106,16 +117,40 @@ def from_factory(what: str) -> tuple[nn.Module, Any]:
     return model, batch
 
 
-def from_config(mapping: Mapping[str, Any]) -> nn.Module:
+def from_config(mapping: Mapping[str, Any], *, plain: bool = True) -> nn.Module:
+    """Return a model for causal language modelling, without memory for it.
+
+    A configuration that says no more than a shape is built in plain torch, with the operations and
+    the names of transformers; others need it.
+    """
+    for key, value in mapping.items():
+        if "layer" in key and isinstance(value, int) and value > MAX_LAYERS:
+            raise ConfigError(f"{key} is {value}", advice=f"a model has {MAX_LAYERS} at most")
+    built = from_shape(mapping) if plain else None
+    return built or from_transformers(mapping)
+
+
+def from_shape(mapping: Mapping[str, Any]) -> nn.Module | None:
+    """Return a model in plain torch; None of a configuration that says more than a shape."""
+    try:
+        shape = shape_of(mapping)
+        if shape is not None:
+            return decoder(shape) if HAS_EXPERTS or not shape.experts else None
+        if set(mapping) == BERT:
+            with META:
+                return Bert(mapping).train()
+    except UNFIT:
+        return None  # transformers says what is wrong
+    return None
+
+
+def from_transformers(mapping: Mapping[str, Any]) -> nn.Module:
     """Return a Hugging Face model for causal language modelling, without memory for it."""
     with installed("transformers builds models from a configuration", other=", or pass a module"):
         from huggingface_hub.errors import StrictDataclassError
         from transformers import AutoConfig, AutoModelForCausalLM
     options = dict(mapping)
     kind = options.pop("model_type", None)
-    for key, value in options.items():
-        if "layer" in key and isinstance(value, int) and value > MAX_LAYERS:
-            raise ConfigError(f"{key} is {value}", advice=f"a model has {MAX_LAYERS} at most")
     try:
         config = AutoConfig.for_model(kind, **options)
         config.use_cache = False

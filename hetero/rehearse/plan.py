@@ -15,6 +15,7 @@ from torch import nn
 from hetero.config import Config, Settings, parse_bytes
 from hetero.errors import BudgetError, ConfigError
 from hetero.internals import tree_iter
+from hetero.parallel.mesh import refuse_stages
 from hetero.plan.machine import Dtype, MachineProfile
 from hetero.rehearse.mirror import ranks_of
 from hetero.rehearse.models import Described, describe
@@ -185,7 +186,8 @@ def plan(
     """
     known = Config.load(config, **settings)
     profile = machine(known)
-    described = describe(model_or_config, batch)
+    refuse_stages(known.mesh, "hetero.plan of a module", "use `hetero plan NAME --mesh ...`")
+    described = describe(model_or_config, batch, plain=lora_rank is None)  # PEFT knows its own
     if lora_rank is not None:
         described = replace(described, model=adapted(described.model, lora_rank, optimizer))
     if isinstance(optimizer, str):
@@ -302,8 +304,8 @@ def budget(scene: Scene, field: str) -> int | None:
     value: int | None = getattr(scene.config, field)
     if value is None and field == "host":
         host = scene.profile.host
-        n_local = ranks_of(scene.config.mesh, scene.profile).n_local
-        return int((host.limit_bytes or host.ram_bytes).value) // n_local
+        n_here = ranks_of(scene.config.mesh, scene.profile).n_here
+        return int((host.limit_bytes or host.ram_bytes).value) // n_here
     if value is None and field == "hbm" and scene.profile.gpu is not None:
         return int(scene.profile.gpu.hbm_bytes.value)
     return value

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -23,9 +23,12 @@ from hetero.dry import DryDevice
 from hetero.errors import BudgetError, ConfigError
 from hetero.events import What
 from hetero.internals import run_backward
+from hetero.parallel.mesh import TENSOR
 from hetero.plan.activations import Use
 from hetero.plan.hardware import sha256
 from hetero.plan.machine import MachineProfile
+from hetero.plan.network import sum_seconds
+from hetero.plan.pipeline import WHOLE_BATCH, Pass
 from hetero.plan.rates import interpolated
 from hetero.rehearse.clock import OpClock
 from hetero.rehearse.disk import DryDisk, open_dry_pool
@@ -72,6 +75,10 @@ class Scene:
     """Of the HBM that activations and homes share; None: the best one."""
     homes_on_hbm: bool | None = None
     """Whether homes may be on HBM; None: on CUDA they may."""
+    order: Sequence[Pass] = WHOLE_BATCH
+    """What a step does: forwards and backwards of micro-batches, each of a batch as given."""
+    exchange_once: bool = False
+    """Whether ranks exchange gradients after the last backward of a step only."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +93,13 @@ class RehearsedStep:
     counts: tuple[tuple[str, int], ...]
     operations: int
     """Of the model, views among them."""
+    pass_seconds: tuple[float, ...] = field(compare=False, default=())
+    """Of each forward and backward, waits for weights and gradients among them."""
+    flops: float = 0.0
+    """Of matrix products, what is computed again among them."""
+    summed_bytes: int = 0
+    """That ranks which divide tensors added up."""
+    summed_seconds: float = field(compare=False, default=0.0)
     is_decided: bool
     """Whether the next one has nothing to try for a proof, and no choice to make."""
 
@@ -139,7 +153,8 @@ def rehearse(scene: Scene) -> Rehearsal:
     disk = DryDisk(device, partial(disk_seconds, scene.profile)) if config.nvme else None
     shares = comm.n_shares, comm.n_copies
     blueprint = draw(scene.model, scene.optimizer, config, device, *shares)
-    here = comm.n_local / comm.n_shares  # its part of a bucket is updated on each machine
+    ranks = ranks_of(scene.config.mesh, scene.profile)
+    here = ranks.n_here / ranks.n_shares  # its part of a bucket is updated on each machine
     touched = touched_by_update(blueprint)
     worker = DryWorker(
         device,
@@ -241,7 +256,7 @@ def device_for(config: Config, profile: MachineProfile) -> DryDevice:
         hbm = int(gpu.hbm_bytes.value - (context.value if context is not None else 0))
     ram = int((profile.host.limit_bytes or profile.host.ram_bytes).value)
     hbm = None if hbm is None else max(hbm, config.hbm or 0)
-    n_ranks = ranks_of(config.mesh, profile).n_local
+    n_ranks = ranks_of(config.mesh, profile).n_here
     n_here = 1 if gpu is not None else n_ranks  # which compute, and copy, by the same processors
 
     def copy_seconds(lane: Lane, n_bytes: int, both_ways: bool) -> float:
@@ -314,13 +329,12 @@ def one_step(
     paged = isinstance(engine.residence, Paged)
     n_here = 1 if device.is_cuda else engine.setup.comm.n_local
     counted = paged and device.copies_here
-    with OpClock(device, scene.profile, counted=counted, n_sharing=n_here) as clock:
-        with nullcontext() if paged else phase(engine, "forward", staying):
-            loss = scene.loss(scene.model(*scene.args, **scene.kwargs))
-        if scene.optimizer is not None:
-            with nullcontext() if paged else phase(engine, "backward", staying):
-                run_backward(loss)
-    del loss
+    n_parts = int((scene.config.mesh or {}).get(TENSOR, 1))
+    sums = partial(sum_seconds, scene.profile, n_parts)
+    with OpClock(
+        device, scene.profile, counted=counted, n_sharing=n_here, sum_seconds=sums
+    ) as clock:
+        spent = [*passes(scene, engine, device, None if paged else staying)]
     if engine.optimizer is not None:
         with (
             nullcontext() if paged else OpClock(device, scene.profile),
@@ -340,8 +354,32 @@ def one_step(
         lane_bytes=tuple(sorted((lane.value, n) for lane, n in stats.n_bytes.items())),
         counts=tuple(sorted(stats.counts.items())) if isinstance(residence, Paged) else (),
         operations=clock.operations,
+        pass_seconds=tuple(spent),
+        flops=clock.flops,
+        summed_bytes=clock.summed_bytes,
+        summed_seconds=clock.summed_seconds,
         is_decided=not isinstance(residence, Paged) or residence.fitting.is_decided,
     )
+
+
+def passes(
+    scene: Scene, engine: Engine, device: DryDevice, staying: Staying | None
+) -> Iterator[float]:
+    """Run the forwards and backwards of a step; yields how long each took."""
+    losses: dict[int, torch.Tensor] = {}
+    logged = not isinstance(engine.residence, Paged)
+    for at, (batch, is_forward) in enumerate(scene.order):
+        began, name = device.clock(), "forward" if is_forward else "backward"
+        alone = scene.exchange_once and at < len(scene.order) - 1
+        with (
+            engine.no_sync() if alone else nullcontext(),
+            phase(engine, name, staying) if logged else nullcontext(),
+        ):
+            if is_forward:
+                losses[batch] = scene.loss(scene.model(*scene.args, **scene.kwargs))
+            elif scene.optimizer is not None:
+                run_backward(losses.pop(batch))
+        yield device.clock() - began
 
 
 @contextmanager

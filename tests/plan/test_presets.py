@@ -1,10 +1,11 @@
-"""Published models by name: transformers builds each with as many parameters as were published."""
+"""Published models by name: each is built with as many parameters as were published."""
 
 from __future__ import annotations
 
 import pytest
 
-from hetero.plan.presets import PRESETS
+from hetero.plan.presets import MEGATRON, PRESETS
+from hetero.plan.shape import shape_of
 from hetero.rehearse.models import from_config
 
 PUBLISHED = {
@@ -21,18 +22,30 @@ PUBLISHED = {
     "bert-base-uncased": 109_482_240,
     "tinyllama-1.1b": 1_100_048_384,
     "smollm2-135m": 134_515_008,
+    "bloom-176b": 176_247_271_424,
 }
+ROUND = {"gpt-3-175b": 175, "moe-1t": 1041.2} | {
+    **dict(zip(MEGATRON, (1.7, 3.6, 7.5, 18.4, 39.1, 76.1, 145.6, 310.1, 529.6, 1008), strict=True))
+}
+"""Billions, as their papers round them; the mixture's is our own."""
 HEAD_OF_BERT = (768 + 1) * 768 + 2 * 768 + 30522  # beside the tied matrix: what predicts a word
 POOLER_OF_BERT = (768 + 1) * 768  # published with BertModel; a language model has none
 
 
 def test_every_published_count_has_its_configuration() -> None:
-    assert set(PUBLISHED) == set(PRESETS)
+    assert set(PUBLISHED) | set(ROUND) == set(PRESETS)
+
+
+@pytest.mark.parametrize("name", ROUND)
+def test_a_published_model_has_as_many_billions_as_its_paper_says(name: str) -> None:
+    shape = shape_of(PRESETS[name])
+
+    assert shape is not None
+    assert round(shape.numel / 1e9, 1) == pytest.approx(ROUND[name], rel=4e-3)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_published_model_is_built_with_the_parameters_that_it_has(name: str) -> None:
-    pytest.importorskip("transformers")
     others = HEAD_OF_BERT - POOLER_OF_BERT if name.startswith("bert") else 0
 
     count = sum(param.numel() for param in from_config(PRESETS[name]).parameters())

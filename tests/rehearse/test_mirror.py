@@ -120,11 +120,18 @@ def test_a_plan_of_unknown_ranks_is_refused() -> None:
         ranks_of("world", cluster(4))
 
 
-def test_a_plan_of_a_pipeline_or_of_parts_of_sequences_is_refused() -> None:
+def test_a_plan_of_parts_of_sequences_is_refused() -> None:
     with pytest.raises(ConfigError, match="a plan knows no parts of sequences"):
         ranks_of({"cp": 2}, cluster(4))
-    with pytest.raises(ConfigError, match="a plan knows no pipelines"):
-        ranks_of({"pp": 2, "dp_shard": 2}, cluster(4))
+
+
+def test_ranks_with_other_parts_and_stages_are_on_the_machine_as_well() -> None:
+    """Of eight devices two have the same part of a stage; all eight divide RAM and processors."""
+    ranks = ranks_of({"pp": 2, "dp_shard": 8, "tp": 4}, cluster(8))
+    small = ranks_of({"pp": 4, "dp_shard": 2}, cluster(8))
+
+    assert (ranks.n_local, ranks.n_here, ranks.n_machines) == (2, 8, 4)
+    assert (small.n_local, small.n_here, small.n_machines) == (2, 8, 1)
 
 
 def test_copies_that_are_not_cut_are_no_ranks() -> None:

@@ -1,0 +1,443 @@
+"""A plan of a decoder on a mesh: one rank of each kind of stage is rehearsed (floor 4).
+
+A stage's rank has its layers, and its part of each tensor. It runs the passes of its schedule, and
+its data parallel ranks are mirrored. How the passes of all stages follow each other is played then.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hetero.config import Config
+from hetero.errors import BudgetError, ConfigError
+from hetero.parallel.mesh import (
+    AXES,
+    REPLICATE,
+    SHARD,
+    STAGES,
+    TENSOR,
+    check_axes,
+    refuse_context,
+)
+from hetero.plan.machine import MachineProfile
+from hetero.plan.network import node_size, send_seconds
+from hetero.plan.pipeline import SCHEDULES, Pass, Played, most_in_flight, order_of, played
+from hetero.plan.shape import KINDS, DecoderShape, StageShare, check_divides, even_cut, shape_of
+from hetero.rehearse.decoders import decoder
+from hetero.rehearse.mirror import NO_CONTEXT
+from hetero.rehearse.models import META, POSITIONS
+from hetero.rehearse.named import config_of, machine
+from hetero.rehearse.plan import settings_of
+from hetero.rehearse.rehearsal import Rehearsal, Scene, rehearse
+from hetero.types import Tier
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+EXCHANGES = ("step", "pass")
+SPARE_PASSES = 4  # micro-batches that are rehearsed beyond those in flight: of these, one is steady
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeshWork:
+    """A step on a mesh."""
+
+    shape: DecoderShape
+    name: str
+    sizes: Mapping[str, int]
+    """Of all axes."""
+    samples: int
+    """Of a step, of each rank that has batches of its own."""
+    sequence: int
+    micro_batch: int
+    """Samples of a pass."""
+    schedule: str
+    exchange: str
+    """"step" or "pass": after which ranks exchange gradients."""
+    config: Config
+    profile: MachineProfile
+
+    @property
+    def n_stages(self) -> int:
+        return self.sizes[STAGES]
+
+    @property
+    def n_ranks(self) -> int:
+        return self.n_stages * self.sizes[TENSOR] * self.n_copies
+
+    @property
+    def n_copies(self) -> int:
+        """Ranks that have batches of their own."""
+        return self.sizes[SHARD] * self.sizes[REPLICATE]
+
+    @property
+    def n_passes(self) -> int:
+        """Micro-batches of a step."""
+        return self.samples // self.micro_batch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagePlan:
+    """A rank of a stage."""
+
+    stage: int
+    layers: int
+    numel: int
+    """Parameters that it has."""
+    peaks: Mapping[str, int]
+    """The most bytes of each tier, of one rank."""
+    kinds: Mapping[str, int]
+    """The most bytes of each kind in HBM; their peaks may be at different times."""
+    in_flight: int
+    """Micro-batches that wait for their backward at once."""
+    forward_seconds: float
+    backward_seconds: float
+    """Of a micro-batch in the middle of a step."""
+    summed_seconds: float
+    """Of a micro-batch's sums over ranks that divide tensors, in both passes."""
+    rest_seconds: float
+    """Of its step beyond the passes: gradients exchanged, weights updated and gathered."""
+    flops: float
+    """Of a step."""
+    policies: Mapping[str, int]
+    shortfall: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeshPlan:
+    """What a step on a mesh takes."""
+
+    model: str
+    profile: str
+    n_params: int
+    mesh: Mapping[str, int]
+    n_ranks: int
+    n_passes: int
+    schedule: str
+    fits: bool
+    stages: tuple[StagePlan, ...]
+    step_seconds: float
+    """0 if it does not fit, as all times and rates then."""
+    pipeline_seconds: float
+    """From the first pass to the last one of any rank."""
+    bubble: float
+    """The part of them in which the busiest rank waits for others."""
+    send_seconds: float
+    """Of what a stage sends the next one, a micro-batch."""
+    tokens: int
+    """Of a step, of all ranks."""
+    flops: float
+    """Of a step, of all ranks, what is computed again among them."""
+    settings: Mapping[str, Any]
+    limit: str
+    """What most of a step of the busiest rank is spent on."""
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.step_seconds if self.step_seconds else 0.0
+
+    @property
+    def tflops(self) -> float:
+        """Of each rank, in units of 10^12 a second."""
+        return self.flops / self.step_seconds / self.n_ranks / 1e12 if self.step_seconds else 0.0
+
+    @property
+    def paste(self) -> str:
+        """The line for a training script."""
+        mesh = {axis: n for axis, n in self.mesh.items() if n > 1}
+        given = "".join(f", {key}={value!r}" for key, value in self.settings.items())
+        what = "stages" if STAGES in mesh else "model"
+        line = f"{what}, optimizer = hetero.prepare({what}, optimizer, mesh={mesh!r}{given})"
+        if STAGES not in mesh:
+            return f"{line}  # {self.n_passes} passes a step"
+        kind = {"1f1b": "Schedule1F1B", "gpipe": "ScheduleGPipe"}[self.schedule]
+        return f"{line}; schedule = {kind}(stage, {self.n_passes})"
+
+    def as_json(self) -> dict[str, Any]:
+        """Return it as plain data."""
+        others = ("tokens_per_second", "tflops", "paste")
+        return {**asdict(self), **{name: getattr(self, name) for name in others}}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RehearsedStage:
+    """One rank of a stage, and the micro-batches that were rehearsed."""
+
+    stage: int
+    share: StageShare
+    order: Sequence[Pass]
+    in_flight: int
+    found: Rehearsal | None
+    shortfall: str
+
+    def seconds(self, here: Pass, n_passes: int) -> float:
+        """Return the time of a pass in a step of ``n_passes``: the first and the last ones are as
+        rehearsed, those between as the one in the middle."""
+        steps = self.found.steps if self.found is not None else ()
+        if not steps:
+            return 0.0
+        n, half = len(self.order) // 2, len(self.order) // 4
+        batch = here.batch if here.batch < half else max(half, n - (n_passes - here.batch))
+        return steps[-1].pass_seconds[self.order.index(here._replace(batch=batch))]
+
+    @property
+    def end_seconds(self) -> float:
+        """From its last pass to the end of its step."""
+        steps = self.found.steps if self.found is not None else ()
+        return max(0.0, steps[-1].seconds - sum(steps[-1].pass_seconds)) if steps else 0.0
+
+    @property
+    def rest_seconds(self) -> float:
+        """Of its step, beyond as many passes as there are, all like the one in the middle."""
+        steps = self.found.steps if self.found is not None else ()
+        if not steps:
+            return 0.0
+        n, half = len(self.order) // 2, len(self.order) // 4
+        middle = (self.order.index(Pass(half, way)) for way in (True, False))
+        return max(0.0, steps[-1].seconds - n * sum(steps[-1].pass_seconds[at] for at in middle))
+
+
+def mesh_work(
+    model: Mapping[str, Any] | str | Path,
+    batch: tuple[int, int] | None = None,
+    *,
+    schedule: str = "1f1b",
+    exchange: str = "step",
+    config: Any = None,
+    **settings: Any,
+) -> MeshWork:
+    """Return the work that a model, a batch and settings describe; see `plan_mesh`."""
+    samples, sequence = batch or (1, POSITIONS)
+    known = Config.load(config, **settings)
+    mapping, name = config_of(model)
+    shape = shape_of(mapping)
+    if shape is None:
+        raise ConfigError(
+            f"{name}: a mesh with stages or divided tensors is planned of a published decoder",
+            advice=f"name one, or a configuration of {', '.join(KINDS)} that says no more than its"
+            " sizes",
+        )
+    sizes = sizes_of_axes(known.mesh or {})
+    check_divides(shape, sizes[TENSOR])
+    if schedule not in SCHEDULES or exchange not in EXCHANGES:
+        raise ConfigError(
+            f"schedule={schedule!r}, exchange={exchange!r}",
+            advice=f"schedules are {', '.join(SCHEDULES)}; exchanges are after each"
+            f" {' or '.join(EXCHANGES)}",
+        )
+    micro_batch = known.micro_batch or 1
+    if samples % micro_batch:
+        raise ConfigError(
+            f"{samples} samples make no passes of {micro_batch}",
+            advice="let micro_batch= divide the batch",
+        )
+    return MeshWork(
+        shape=shape,
+        name=name,
+        sizes=sizes,
+        samples=samples,
+        sequence=sequence,
+        micro_batch=micro_batch,
+        schedule=schedule,
+        exchange=exchange,
+        config=replace(known, micro_batch=None),
+        profile=machine(known),
+    )
+
+
+def sizes_of_axes(mesh: Mapping[str, Any]) -> dict[str, int]:
+    """Return the size of each axis of a mesh; ConfigError for one that `hetero.prepare` refuses."""
+    check_axes(mesh)
+    sizes = {axis: int(mesh.get(axis, 1)) for axis in AXES}
+    refuse_context(mesh, "a plan", NO_CONTEXT)
+    if sizes[REPLICATE] > 1 and sizes[SHARD] == 1:
+        raise ConfigError(
+            f"mesh={dict(mesh)}: nothing would average the gradients of {sizes[REPLICATE]} whole"
+            " models",
+            advice=f"let them share the model: {SHARD} in place of {REPLICATE}, or dp for short",
+        )
+    return sizes
+
+
+def plan_mesh(
+    model: Mapping[str, Any] | str | Path, batch: tuple[int, int] | None = None, **settings: Any
+) -> MeshPlan:
+    """Find out the memory and the time of a step on a mesh with stages and divided tensors.
+
+    Args:
+        model: the name of a published decoder, or its configuration.
+        batch: (samples, positions) of a step, of each rank that has batches of its own.
+        settings: as for `hetero.prepare`; ``mesh`` has sizes of pp, dp_replicate, dp_shard and tp;
+            ``micro_batch`` are samples of a pass; ``schedule`` is "1f1b" or "gpipe"; ``exchange``
+            "step" for gradients that are exchanged after the last pass of a step alone
+            (`hetero.no_sync` around the others), "pass" for those of every pass.
+
+    Raises ConfigError for what cannot be planned.
+    """
+    work = mesh_work(model, batch, **settings)
+    return drawn(work, stages_of(work))
+
+
+def stages_of(work: MeshWork) -> list[RehearsedStage]:
+    """Rehearse a rank of each kind of stage; returns that of each stage.
+
+    Stages with as many layers are of a kind. Of these the first one holds most micro-batches, and
+    it is the one that is rehearsed.
+    """
+    cut = even_cut(work.shape, work.n_stages, work.sizes[TENSOR])
+    seen: dict[tuple[int, bool, bool], RehearsedStage] = {}
+    for stage, share in enumerate(cut):
+        kind = share.n_layers, share.opens, share.closes
+        if kind not in seen:
+            fits = not any(other.shortfall for other in seen.values())
+            seen[kind] = rehearsed(work, stage, share) if fits else skipped(work, stage, share)
+    return [seen[share.n_layers, share.opens, share.closes] for share in cut]
+
+
+def skipped(work: MeshWork, stage: int, share: StageShare) -> RehearsedStage:
+    """Return a stage that need not be rehearsed: another one does not fit."""
+    order = order_of(work.schedule, work.n_stages, work.n_passes, stage)
+    return RehearsedStage(
+        stage=stage,
+        share=share,
+        order=order,
+        in_flight=most_in_flight(order),
+        found=None,
+        shortfall="",
+    )
+
+
+def rehearsed(work: MeshWork, stage: int, share: StageShare) -> RehearsedStage:
+    """Rehearse a rank of a stage: as many micro-batches as are in flight, and some more."""
+    in_flight = most_in_flight(order_of(work.schedule, work.n_stages, work.n_passes, stage))
+    n_passes = min(work.n_passes, in_flight + SPARE_PASSES)
+    order = order_of(work.schedule, work.n_stages, n_passes, stage)
+    found, said = None, ""
+    try:
+        found = rehearse(scene_of_stage(work, share, order))
+    except BudgetError as error:
+        said = str(error.args[0])
+    if found is not None and found.error is not None:
+        said = str(found.error.args[0])
+    return RehearsedStage(
+        stage=stage, share=share, order=order, in_flight=in_flight, found=found, shortfall=said
+    )
+
+
+def scene_of_stage(work: MeshWork, share: StageShare, order: Sequence[Pass]) -> Scene:
+    """Return what a rank of a stage does in a step."""
+    model = decoder(work.shape, share)
+    tokens = torch.empty(work.micro_batch, work.sequence, dtype=torch.long, device=META)
+    return Scene(
+        model=model,
+        optimizer=torch.optim.AdamW(model.parameters()),
+        args=(),
+        kwargs={"input_ids": tokens, "labels": tokens},
+        loss=sent_or_loss,
+        config=work.config,
+        profile=work.profile,
+        order=order,
+        exchange_once=work.n_copies > 1 and work.exchange == "step",
+    )
+
+
+def sent_or_loss(output: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Return where backward of a stage begins: at its loss, or at what it sends on."""
+    return output["loss"] if "loss" in output else output["hidden"]
+
+
+# -- the plan of them ----------------------------------------------------------------------------
+
+
+def drawn(work: MeshWork, stages: Sequence[RehearsedStage]) -> MeshPlan:
+    """Return the plan of rehearsed stages."""
+    n = work.n_passes
+    orders = [order_of(work.schedule, work.n_stages, n, at) for at in range(work.n_stages)]
+    sends = sends_of(work)
+    run = played(orders, lambda at, i: stages[at].seconds(orders[at][i], n), lambda at: sends[at])
+    ends = (end + stage.end_seconds for end, stage in zip(run.ends, stages, strict=True))
+    plans = tuple(stage_plan(work, stage, at) for at, stage in enumerate(stages))
+    mesh = {axis: size for axis, size in work.sizes.items() if size > 1}
+    fits = not any(plan.shortfall for plan in plans)
+    seconds = max(ends) if fits else 0.0
+    return MeshPlan(
+        model=work.name,
+        profile=work.profile.name,
+        n_params=work.shape.numel,
+        mesh=mesh,
+        n_ranks=work.n_ranks,
+        n_passes=n,
+        schedule=work.schedule,
+        fits=fits,
+        stages=plans,
+        step_seconds=seconds,
+        pipeline_seconds=run.seconds if fits else 0.0,
+        bubble=run.bubble if fits else 0.0,
+        send_seconds=max(sends, default=0.0),
+        tokens=work.samples * work.n_copies * work.sequence,
+        flops=sum(plan.flops for plan in plans) * work.sizes[TENSOR] * work.n_copies,
+        settings=settings_of(replace(work.config, mesh=None)),
+        limit=limit_of(work, run, plans, seconds),
+    )
+
+
+def sends_of(work: MeshWork) -> list[float]:
+    """Return the time of what each stage but the last sends the next one, a micro-batch."""
+    size = torch.finfo(DTYPES[work.config.precision]).bits // 8
+    n_bytes = work.micro_batch * work.sequence * work.shape.width * size
+    ranks = work.n_ranks // work.n_stages  # of a stage, one after the other
+    devices = node_size(work.profile, work.n_ranks)
+    return [
+        send_seconds(
+            work.profile,
+            n_bytes,
+            near=stage * ranks // devices == (stage + 1) * ranks // devices,
+        )
+        for stage in range(work.n_stages - 1)
+    ]
+
+
+def stage_plan(work: MeshWork, stage: RehearsedStage, at: int) -> StagePlan:
+    """Return the figures of a rank of a stage."""
+    found, n = stage.found, work.n_passes
+    middle = n // 2
+    peaks, kinds, flops, summed = {}, {}, 0.0, 0.0
+    if found is not None:
+        peaks = {tier.name: n_bytes for tier, n_bytes in found.peaks.items() if n_bytes}
+        kinds = {k.value: b for (tier, k), b in found.kinds.items() if tier is Tier.HBM and b}
+        rehearsed = len(stage.order) / 2
+        if found.steps:
+            flops = found.steps[-1].flops / rehearsed * n
+            summed = found.steps[-1].summed_seconds / rehearsed
+    return StagePlan(
+        stage=at,
+        layers=stage.share.n_layers,
+        numel=sum(work.shape.share_numel(stage.share)),
+        peaks=peaks,
+        kinds=kinds,
+        in_flight=stage.in_flight,
+        forward_seconds=stage.seconds(Pass(middle, forward=True), n),
+        backward_seconds=stage.seconds(Pass(middle, forward=False), n),
+        summed_seconds=summed,
+        rest_seconds=stage.rest_seconds,
+        flops=flops,
+        policies=dict(Counter(found.policies.values())) if found is not None else {},
+        shortfall=stage.shortfall,
+    )
+
+
+def limit_of(work: MeshWork, run: Played, plans: Sequence[StagePlan], seconds: float) -> str:
+    """Return what most of the busiest rank's step is spent on."""
+    at = max(range(len(plans)), key=lambda stage: run.busy[stage])
+    summed = plans[at].summed_seconds * work.n_passes
+    parts = {
+        "compute": run.busy[at] - summed,
+        "sums over tp": summed,
+        "the bubble": run.seconds - run.busy[at],
+        "updates and exchanges": seconds - run.seconds + plans[at].rest_seconds,
+    }
+    return max(parts, key=lambda part: parts[part])

@@ -1,0 +1,229 @@
+"""A plan of a mesh: what a rank has is what torch gives it, and all ranks together make the model's
+step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from hetero.api import engine_of, prepare_tuned
+from hetero.config import Config
+from hetero.errors import ConfigError
+from hetero.internals import run_backward
+from hetero.parallel.recipe import parallelize
+from hetero.plan.pipeline import order_of
+from hetero.plan.shape import StageShare, even_cut, shape_of
+from hetero.rehearse import meshes
+from hetero.rehearse.decoders import decoder
+from hetero.rehearse.meshes import (
+    MeshPlan,
+    mesh_work,
+    plan_mesh,
+    scene_of_stage,
+    sent_or_loss,
+)
+from hetero.rehearse.rehearsal import TIERS, rehearse
+from hetero.rehearse.search import search
+
+TINY: Mapping[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 128,
+}
+SHAPE, DEEP = shape_of(TINY), shape_of({**TINY, "num_hidden_layers": 6})
+assert SHAPE is not None and DEEP is not None
+CPU = "laptop-4c-avx2-ddr4"
+
+
+def planned(samples: int = 4, **given: Any) -> MeshPlan:
+    given = {"profile": "a100-80", "precision": "bf16", "activations": "keep", **given}
+    return plan_mesh(TINY, (samples, 16), **given)
+
+
+@pytest.fixture
+def two_ranks() -> Iterator[None]:
+    """Be the first of two ranks that do not exist."""
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    yield
+    dist.destroy_process_group()
+
+
+def test_a_rank_has_the_parts_of_tensors_that_torch_gives_it(two_ranks: None) -> None:
+    whole = decoder(SHAPE)
+    parallelize(whole, init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)))
+
+    parts = {
+        name: tuple((p.to_local() if isinstance(p, DTensor) else p).shape)
+        for name, p in whole.named_parameters()
+    }
+    share = decoder(SHAPE, StageShare(0, 2, opens=True, closes=True, n_ranks=2))
+    assert parts == {name: tuple(p.shape) for name, p in share.named_parameters()}
+
+
+@pytest.mark.campaign(seconds=1.5)
+@pytest.mark.parametrize("share", cut := even_cut(DEEP, 3), ids=["first", "middle", "last"])
+def test_a_stage_takes_the_bytes_that_it_takes_when_it_runs(share: StageShare) -> None:
+    """The same passes of the same stage, in one process, with numbers."""
+    stage = cut.index(share)
+    order = order_of("1f1b", 3, 4, stage)
+    settings = {"hbm": "600KB", "device": "cpu:sim", "profile": CPU, "chunk_bytes": 4096}
+    scene = scene_of_stage(
+        mesh_work({**TINY, "num_hidden_layers": 6}, (4, 16), mesh={"pp": 3}, **settings),
+        share,
+        order,
+    )
+    told = rehearse(scene)
+
+    torch.manual_seed(0)
+    model: Any = decoder(DEEP, share).to_empty(device="cpu")
+    for param in model.parameters():
+        nn.init.normal_(param, std=0.02)
+    model, optimizer = prepare_tuned(
+        model, torch.optim.AdamW(model.parameters()), Config.load(**settings), None
+    )
+    tokens = torch.zeros(1, 16, dtype=torch.long)
+    for _ in told.steps:
+        sent: dict[int, torch.Tensor] = {}
+        for batch, is_forward in order:
+            if is_forward:
+                sent[batch] = sent_or_loss(model(input_ids=tokens, labels=tokens))
+            else:
+                run_backward(sent.pop(batch))
+        optimizer.step()
+        optimizer.zero_grad()
+    ledger = engine_of(model).setup.ledger
+    assert told.error is None and told.steps[-1].mode == "paged"
+    assert told.peaks == {tier: ledger.peak(tier) for tier in TIERS}
+    engine_of(model).release()
+
+
+def test_all_ranks_together_make_the_products_of_the_model() -> None:
+    alone = planned(mesh={"dp_shard": 1})
+    meshed = planned(mesh={"pp": 2, "dp_shard": 2, "tp": 2}, samples=2)
+
+    assert alone.flops > 0
+    assert meshed.flops == pytest.approx(alone.flops, rel=1e-9)
+    assert meshed.tokens == alone.tokens == 4 * 16
+    assert meshed.n_ranks == 8
+    numel = sum(stage.numel for stage in meshed.stages)
+    assert alone.stages[0].numel < 2 * numel < 1.1 * alone.stages[0].numel  # norms are whole
+
+
+def test_experts_make_the_products_of_the_tokens_that_choose_them() -> None:
+    """Two of eight experts take a token: two MLPs, and a router."""
+    mixture = {**TINY, "model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
+    alike = {"profile": "a100-80", "precision": "bf16", "activations": "keep"}
+    many, one = (plan_mesh(c, (1, 16), mesh={"dp_shard": 1}, **alike) for c in (mixture, TINY))
+
+    mlp, router = 3 * 64 * 128, 8 * 64
+    assert many.flops - one.flops == 3 * 2 * 16 * 2 * (mlp + router)  # three passes, two layers
+
+
+def test_a_step_of_many_passes_is_told_from_one_of_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = planned(mesh={"pp": 2}, samples=7)
+    monkeypatch.setattr(meshes, "SPARE_PASSES", 7)
+    whole = planned(mesh={"pp": 2}, samples=7)
+
+    assert told.n_passes == whole.n_passes == 7
+    assert told.step_seconds == pytest.approx(whole.step_seconds, rel=1e-6)
+    assert [s.peaks for s in told.stages] == [s.peaks for s in whole.stages]
+
+
+def test_the_pipeline_is_the_one_that_its_passes_make() -> None:
+    found = planned(mesh={"pp": 2}, samples=6)
+
+    slowest = max(s.forward_seconds + s.backward_seconds for s in found.stages)
+    assert found.pipeline_seconds >= 6 * slowest
+    assert 0 < found.bubble < 1
+    assert found.step_seconds >= found.pipeline_seconds
+
+
+def test_gpipe_holds_more_than_one_forward_one_backward() -> None:
+    few, many = (planned(mesh={"pp": 2}, samples=3, schedule=s) for s in ("1f1b", "gpipe"))
+
+    assert [s.in_flight for s in few.stages] == [2, 1]
+    assert [s.in_flight for s in many.stages] == [3, 3]
+    assert many.stages[0].kinds["activation"] > few.stages[0].kinds["activation"]
+
+
+def test_gradients_of_every_pass_cost_more_than_those_of_a_step() -> None:
+    mesh = {"pp": 2, "dp_shard": 16}
+    once, every = (planned(mesh=mesh, samples=3, exchange=e) for e in ("step", "pass"))
+
+    assert every.step_seconds > once.step_seconds
+
+
+def test_sums_over_tensors_take_the_time_of_the_wire() -> None:
+    whole, divided = (planned(mesh={"pp": 2, "tp": n}).stages[0] for n in (1, 2))
+
+    late = 20e-6  # of each sum: of the words, of attention and of the MLP
+    assert whole.summed_seconds == 0.0
+    assert divided.summed_seconds > (3 + 2) * late  # backward enters attention and the MLP
+    assert divided.forward_seconds - whole.forward_seconds > 2.5 * late
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"mesh": {"pp": 2, "dp_replicate": 2}}, "nothing would average"),
+        ({"mesh": {"pp": 5}}, "2 layers make no 5 stages"),
+        ({"mesh": {"tp": 3}}, "do not divide 4 heads"),
+        ({"mesh": {"cp": 2}}, "context parallel"),
+        ({"mesh": {"rows": 2}}, "an axis 'rows'"),
+        ({"mesh": {"pp": 2}, "micro_batch": 3}, "make no passes of 3"),
+        ({"mesh": {"pp": 2}, "schedule": "zbv"}, "schedule='zbv'"),
+        ({"mesh": {"pp": 2}, "exchange": "never"}, "exchange='never'"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        planned(**given)
+
+
+def test_a_model_that_is_no_published_decoder_is_refused() -> None:
+    with pytest.raises(ConfigError, match="a published decoder"):
+        plan_mesh({**TINY, "attention_bias": True}, profile="a100-80", mesh={"pp": 2})
+
+
+def test_a_stage_that_does_not_fit_says_what_it_needs() -> None:
+    found = planned(mesh={"pp": 2}, host="40KB", hbm="300KB")
+
+    assert not found.fits
+    assert any(stage.shortfall for stage in found.stages)
+    assert (found.step_seconds, found.bubble, found.tflops) == (0.0, 0.0, 0.0)
+
+
+def test_a_search_tells_the_fastest_meshes_first() -> None:
+    found = search(TINY, 4, (8, 16), profile="a100-80", precision="bf16", seconds=4.0)
+
+    seconds = [row.plan.step_seconds for row in found.rows]
+    assert found.fits and seconds == sorted(seconds)
+    assert all(row.plan.n_ranks == 4 and row.plan.tokens == 8 * 16 for row in found.rows)
+    assert found.n_rehearsed >= len(found.rows) > 0
+
+
+def test_a_search_ends_when_its_time_is_over() -> None:
+    ticks = iter(range(0, 1000, 100))
+
+    found = search(
+        TINY, 4, (8, 16), profile="a100-80", seconds=150.0, clock=lambda: float(next(ticks))
+    )
+
+    assert found.n_rehearsed == 1 < found.n_candidates
+
+
+def test_a_search_takes_no_setting_that_it_finds() -> None:
+    with pytest.raises(ConfigError, match="a search finds that itself"):
+        search(TINY, 4, (8, 16), profile="a100-80", micro_batch=2)
