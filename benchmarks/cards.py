@@ -36,7 +36,7 @@ WAYS: Mapping[str, Mapping[str, Any]] = {
     "LoRA": {"lora_rank": 16},
     "nf4": {"lora_rank": 16, "frozen": "nf4"},
 }
-COMMON = {"precision": "bf16", "fused_loss": True}
+COMMON: Mapping[str, Any] = {"precision": "bf16", "fused_loss": True}
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +58,9 @@ class Cell:
 
 def cell(model: str, card: str, way: str) -> Cell:
     """Plan a step of a model on the machine of a profile, without a disk."""
+    settings: dict[str, Any] = {"profile": card, **COMMON, **WAYS[way]}
     try:
-        found = plan(model, (BATCH, SEQUENCE), estimates=False, profile=card, **COMMON, **WAYS[way])
+        found = plan(model, (BATCH, SEQUENCE), estimates=False, **settings)
     except HeteroError as error:
         return Cell(problem=str(error).splitlines()[0])
     peaks = {tier.tier: tier.peak_bytes for tier in found.tiers}
