@@ -242,17 +242,15 @@ class Fitted(NamedTuple):
 
 
 def until_it_fits(scene: Scene) -> Fitted:
-    """Rehearse with budgets raised until all fits; a model that `overflows` is computed again in
-    backward, or paged where that is not enough."""
+    """Rehearse with budgets raised until all fits, or with `with_more_room`."""
     short: dict[str, Shortfall] = {}
     raises: Counter[str] = Counter()
     for _ in range(MOST_RAISES):
-        error, found = None, None
         try:
             found = rehearse(scene)
             error = found.error
         except BudgetError as raised:
-            error = raised
+            found, error = None, raised
         if error is None and found is not None:
             if not overflows(scene, found):
                 return Fitted(found, scene.config, tuple(short.values()))
@@ -266,8 +264,7 @@ def until_it_fits(scene: Scene) -> Fitted:
         needed = next_budget(now or 0, error.needed_bytes, raises[error.tier])
         raises[error.tier] += 1
         short[error.tier] = Shortfall(error.tier, have, needed, str(error.args[0]))
-        config = Config.load(scene.config, **{field: needed})
-        scene = replace(scene, config=config)
+        scene = replace(scene, config=Config.load(scene.config, **{field: needed}))
     raise ConfigError(
         f"no budgets were found that hold this model: {error}",
         advice="lower the batch, or split the largest unit with units=",
@@ -281,10 +278,10 @@ def overflows(scene: Scene, found: Rehearsal) -> bool:
 
 
 def with_more_room(config: Config, found: Rehearsal) -> Config:
-    """Return settings that leave more room to activations, for a model that `overflows`."""
-    if config.activations == "auto":  # which keeps all where weights stay
-        return Config.load(config, activations="recompute")
-    return Config.load(config, hbm=paging_bytes(found))
+    """Return settings for a model that `overflows`: it recomputes, or, if it does, is paged."""
+    keeps = config.activations == "auto"  # where weights stay
+    more = {"activations": "recompute"} if keeps else {"hbm": paging_bytes(found)}
+    return Config.load(config, **more)
 
 
 def paging_bytes(found: Rehearsal) -> int:

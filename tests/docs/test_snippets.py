@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import logging
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -195,8 +196,11 @@ def program(is_prepared: bool) -> dict[str, Any]:
 
 @pytest.fixture
 def on_the_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Snippets name no device: their models are on the CPU here, in a folder of their own."""
+    """Snippets name no device: their models are on the CPU here, in a folder of their own. What
+    they do to logging ends with them."""
     monkeypatch.setattr(hetero.api, "open_device", lambda spec: open_device(spec or "cpu"))
+    monkeypatch.setattr(logging, "basicConfig", lambda: None)
+    monkeypatch.setattr(logging.getLogger("hetero"), "level", logging.NOTSET)
     monkeypatch.chdir(tmp_path)
 
 

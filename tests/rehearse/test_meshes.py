@@ -180,7 +180,7 @@ def test_sums_over_tensors_take_the_time_of_the_wire() -> None:
         ({"mesh": {"pp": 2, "dp_replicate": 2}}, "nothing would average"),
         ({"mesh": {"pp": 5}}, "2 layers make no 5 stages"),
         ({"mesh": {"tp": 3}}, "do not divide 4 heads"),
-        ({"mesh": {"cp": 2}}, "context parallel"),
+        ({"mesh": {"cp": 2}}, "parts of sequences"),
         ({"mesh": {"rows": 2}}, "an axis 'rows'"),
         ({"mesh": {"pp": 2}, "micro_batch": 3}, "make no passes of 3"),
         ({"mesh": {"pp": 2}, "schedule": "zbv"}, "schedule='zbv'"),
