@@ -117,11 +117,12 @@ def choose(
     """Return a policy for each unit, in the order of forward; None if nothing fits.
 
     Units give way in the order of cost per byte freed, earlier ones first: backward needs late
-    units first. The last one keeps: it is needed at once. ``down`` and ``up`` return the seconds in
-    which the link moves bytes; no more than ``below_bytes`` go down. So many ``earlier`` forwards
-    of a step wait for their backwards when the last one begins.
+    units first. The last one keeps, since it is needed at once, unless forwards wait: so many
+    ``earlier`` ones of a step do when the last one begins. ``down`` and ``up`` return the seconds
+    in which the link moves bytes; no more than ``below_bytes`` go down.
     """
     below_bytes /= earlier + 1
+    n_before = len(uses) if earlier else max(0, len(uses) - 1)
 
     def fits(policies: list[Policy]) -> bool:
         peak = peak_bytes(uses, policies, working_bytes, end_bytes=end_bytes)
@@ -135,7 +136,7 @@ def choose(
         return sum(cost_seconds(use, policy, down, up) for use, policy in pairs)
 
     # 1. units give way one by one, each in its cheapest way; no step raises the peak
-    ways = _ways(uses, down, up, below_bytes)
+    ways = _ways(uses[:n_before], down, up, below_bytes)
 
     def given(n: int) -> list[Policy]:
         chosen = dict(ways[:n])
@@ -145,7 +146,6 @@ def choose(
     if found is not None:
         return given(found)
     # 2. else: all recompute, all offload (two are on the device at once), or inputs go down too
-    n_before = max(0, len(uses) - 1)
 
     def smallest(n: int) -> list[Policy]:
         return _with(uses, [LEAST] * n + [RECOMPUTE] * (n_before - n))
@@ -185,9 +185,9 @@ def _first(most: int, fits: Callable[[int], bool]) -> int | None:
 
 
 def _with(uses: Sequence[Use], policies: Sequence[Policy]) -> list[Policy]:
-    """Return the nearest allowed policies; the last unit keeps."""
-    may = [use.may(policy) for use, policy in zip(uses[:-1], policies, strict=True)]
-    return may + [KEEP] * bool(uses)
+    """Return the nearest allowed policies; units for which there is none keep."""
+    may = [use.may(policy) for use, policy in zip(uses, policies, strict=False)]
+    return may + [KEEP] * (len(uses) - len(may))
 
 
 def _ways(
@@ -196,7 +196,7 @@ def _ways(
     """Return (unit, policy) in the order in which units give way; together they send no more than
     ``below_bytes`` down."""
     options = []
-    for at, use in enumerate(uses[:-1]):
+    for at, use in enumerate(uses):
         for policy in (RECOMPUTE, OFFLOAD):
             freed = use.saved_bytes - (use.input_bytes if policy.recompute else 0)
             if freed > 0 and use.may(policy) == policy:

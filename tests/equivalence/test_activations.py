@@ -331,3 +331,29 @@ def test_of_a_unit_that_comes_last_only_the_last_call_is_kept() -> None:
     held = engine.residence.runtime.saved.footprint.live_bytes
     loss.backward()
     assert held < 23 * 64 * D * 4 + 100 * 1024
+
+
+def test_of_forwards_that_wait_for_their_backwards_no_unit_is_kept() -> None:
+    """Three micro-batches of a pipeline: each would hold all that its last unit saves."""
+    plain = deep()
+    reference, twin = adamw(plain), copy.deepcopy(plain)
+    model, optimizer = hetero.prepare(
+        twin, adamw(twin), device="cpu", hbm="8MiB", chunk_bytes=1024, activations="recompute"
+    )
+    keep_measuring(engine_of(model))
+    footprint = engine_of(model).residence.runtime.saved.footprint
+    batches = torch.randn(3, 64, D).unbind()
+    for number in range(3):
+        held = []
+        for trained, stepped in ((plain, reference), (model, optimizer)):
+            torch.manual_seed(number)
+            losses = [trained(batch).square().mean() for batch in batches]
+            held.append(footprint.live_bytes)
+            for loss in losses:
+                loss.backward()
+            stepped.step()
+            stepped.zero_grad()
+
+    inputs = 3 * len(plain) * 64 * D * 4
+    assert inputs <= held[1] < inputs + 3 * 64 * D * 4
+    same(values(plain), values(model), "weights")

@@ -119,6 +119,15 @@ def test_units_give_way_where_several_forwards_wait() -> None:
     assert RECOMPUTE in (choose(uses, 8 * SAVED, down=SLOW, up=SLOW, earlier=2) or [])
 
 
+def test_the_last_unit_gives_way_where_forwards_wait_alone() -> None:
+    """Of eleven that wait, each would hold all of it until its backward."""
+    uses = [block()] * 4
+    room = 11 * 4 * INPUT + SAVED + 4 * INPUT
+
+    assert choose(uses, room, down=SLOW, up=SLOW, earlier=11) == [RECOMPUTE] * 4
+    assert (choose(uses, 2 * SAVED, down=SLOW, up=SLOW) or [])[-1] == KEEP
+
+
 def test_what_several_forwards_send_down_has_room_below() -> None:
     uses = [block()] * 4
     below = 3 * SAVED

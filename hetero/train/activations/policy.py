@@ -154,7 +154,8 @@ class ActivationPolicies:
         self._before_node = before_node
         self._calls: Counter[int] = Counter()  # of each unit in this forward
         self._latest = max(named, default=-1), 1  # unit, and which of its calls
-        self._final = self._latest  # kept: backward would recompute the last call at once
+        self._final = self._latest  # kept, unless forwards wait: see `policy_of`
+        self._waits = False  # whether a forward began before the backward of one
         self._used: dict[int, Policy] = {}
         self._batch = 0
         self._checked: dict[tuple[Any, ...], Checked] = {}
@@ -189,8 +190,13 @@ class ActivationPolicies:
         self._offload.overlaps = overlaps
 
     def policy_of(self, unit: int) -> Policy:
-        """Return the policy of a unit's next forward."""
-        return KEEP if (unit, self._calls[unit] + 1) == self._final else self.policies[unit]
+        """Return the policy of a unit's next forward.
+
+        The last call of a forward keeps: backward needs it at once. In programs whose forwards wait
+        for each other (a pipeline's micro-batches) it does not, and each would hold a unit more.
+        """
+        is_final = (unit, self._calls[unit] + 1) == self._final and not self._waits
+        return KEEP if is_final else self.policies[unit]
 
     def used(self, unit: int) -> Policy:
         """Return the policy of a unit's last forward."""
@@ -236,6 +242,7 @@ class ActivationPolicies:
             self._offload.border()
             self._offload.active = self.offloads
             self.watch.begin()
+            self._waits = self._waits or self._saved.footprint.waiting > 0
 
     def run(self, index: int, call: Call, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Run a unit's forward under its policy."""
