@@ -142,7 +142,7 @@ def test_what_format_1_held_is_saved_again_bit_for_bit(tmp_path: Path, precision
         assert torch.equal(read(tmp_path, kind, name, key), value), (kind, name, key)
     with CheckpointReader.open(tmp_path) as new, CheckpointReader.open(FILES / precision) as old:
         assert new.entries == old.entries
-        since = {"sum_group": 1, "tensor_ranks": 1}  # which format 1 did not know
+        since = dict.fromkeys(("sum_group", "tensor_ranks", "stage_ranks"), 1)  # not in format 1
         assert {**new.meta, **VERSIONS} == {**since, **old.meta, **VERSIONS}
 
 
