@@ -53,7 +53,7 @@ def split(device: str | None = None) -> Figures:
 
 
 def anatomy_of(name: str) -> Anatomy:
-    model: nn.Module = from_config(PRESETS[name]).to(torch.bfloat16)
+    model: nn.Module = from_config(PRESETS[name], plain=False).to(torch.bfloat16)
     tokens = torch.empty(1, POSITIONS, dtype=torch.long, device=META)
 
     def loss(output: Any) -> torch.Tensor:

@@ -303,7 +303,7 @@ def test_frozen_parts_of_a_square_lie_at_home_in_code(frozen: str) -> None:
 def compared_codes(rank: int, run: GridRun, frozen: str) -> tuple[list[str], int]:
     model, twin = model_of(run.dims), model_of(run.dims)
     plain, its_own = (adamw_of_trained(each) for each in (model, twin))
-    settings = {**TIGHT, "hbm": 30_000, "frozen": frozen}
+    settings = {**TIGHT, "hbm": 36_000, "frozen": frozen}
     prepared, optimizer = hetero.prepare(model, plain, **settings)
     twin.load_state_dict(prepared.state_dict())
 
