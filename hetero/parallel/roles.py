@@ -69,7 +69,7 @@ def roles_in(layers: Mapping[str, nn.Module]) -> dict[str, LayerRole]:
             found[name] = LayerRole.WORDS if name in WORDS else LayerRole.PLACES
         elif name in HEADS and isinstance(layer, nn.Linear):
             found[name] = LayerRole.HEAD
-        elif is_norm(layer) and not columns and not fused:  # beside them, of heads
+        elif is_norm(layer) and not columns and not fused:  # next to them, of heads
             found[name] = LayerRole.NORM
     return found
 

@@ -214,7 +214,7 @@ def by_one_of_many(rank: int, run: ContextRun) -> Trained:
     return replace(by_hetero(run), status=None)
 
 
-# -- what a block leaves behind --------------------------------------------------------------------
+# -- what a block leaves ---------------------------------------------------------------------------
 
 
 def backward_after(rank: int, how: str, settings: dict[str, Any]) -> tuple[list[float], int]:
