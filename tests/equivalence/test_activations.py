@@ -357,3 +357,23 @@ def test_of_forwards_that_wait_for_their_backwards_no_unit_is_kept() -> None:
     inputs = 3 * len(plain) * 64 * D * 4
     assert inputs <= held[1] < inputs + 3 * 64 * D * 4
     same(values(plain), values(model), "weights")
+
+
+def test_after_forwards_that_waited_one_alone_keeps_its_last_unit_again() -> None:
+    model = deep()
+    model, optimizer = hetero.prepare(
+        model, adamw(model), device="cpu", hbm="8MiB", chunk_bytes=1024, activations="recompute"
+    )
+    keep_measuring(engine_of(model))
+    footprint = engine_of(model).residence.runtime.saved.footprint
+    batches = torch.randn(2, 64, D).unbind()
+    held = []
+    for together in (1, 1, 2, 2, 1, 1, 1):
+        losses = [model(batch).square().mean() for batch in batches[:together]]
+        held.append(footprint.live_bytes / together)
+        for loss in losses:
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    assert held[1] == held[-1] > held[3] + 64 * D * 4  # backward needs that unit at once

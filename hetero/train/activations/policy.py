@@ -99,6 +99,35 @@ class Unwatched:
     def entered(self, unit: int) -> None: ...
 
 
+class UnitCalls:
+    """The calls of units in a forward, and which one backward needs at once: the last.
+
+    Where forwards wait for their backwards, as a pipeline's micro-batches do, it is none: each of
+    them would hold a unit more.
+    """
+
+    def __init__(self, last: int) -> None:
+        self._counts: Counter[int] = Counter()  # of each unit in this forward
+        self._latest = last, 1  # unit, and which of its calls
+        self._final = self._latest  # of the last forward, so expected of this one
+        self._alone = 2  # forwards in a row that found none waiting; in a pipeline, a step's first
+
+    def begin(self, n_waiting: int) -> None:
+        """Begin a forward, while so many wait."""
+        self._final = self._latest
+        self._counts.clear()
+        self._alone = 0 if n_waiting else self._alone + 1
+
+    def is_needed_next(self, unit: int) -> bool:
+        """Whether backward follows a unit's next call at once, as far as the last forward tells."""
+        return self._alone > 1 and (unit, self._counts[unit] + 1) == self._final
+
+    def note(self, unit: int) -> None:
+        """A unit is called."""
+        self._counts[unit] += 1
+        self._latest = unit, self._counts[unit]
+
+
 class ActivationPolicies:
     """The policy of every unit.
 
@@ -152,10 +181,7 @@ class ActivationPolicies:
         self._enter = enter
         self._leave = leave
         self._before_node = before_node
-        self._calls: Counter[int] = Counter()  # of each unit in this forward
-        self._latest = max(named, default=-1), 1  # unit, and which of its calls
-        self._final = self._latest  # kept, unless forwards wait: see `policy_of`
-        self._waits = False  # whether a forward began before the backward of one
+        self._calls = UnitCalls(max(named, default=-1))
         self._used: dict[int, Policy] = {}
         self._batch = 0
         self._checked: dict[tuple[Any, ...], Checked] = {}
@@ -190,13 +216,8 @@ class ActivationPolicies:
         self._offload.overlaps = overlaps
 
     def policy_of(self, unit: int) -> Policy:
-        """Return the policy of a unit's next forward.
-
-        The last call of a forward keeps: backward needs it at once. In programs whose forwards wait
-        for each other (a pipeline's micro-batches) it does not, and each would hold a unit more.
-        """
-        is_final = (unit, self._calls[unit] + 1) == self._final and not self._waits
-        return KEEP if is_final else self.policies[unit]
+        """Return the policy of a unit's next forward; one that backward needs at once keeps."""
+        return KEEP if self._calls.is_needed_next(unit) else self.policies[unit]
 
     def used(self, unit: int) -> Policy:
         """Return the policy of a unit's last forward."""
@@ -237,12 +258,10 @@ class ActivationPolicies:
         self._batch = batch_of(args, kwargs) if self._micro_batch else 0
         self.forwards.begin(args, kwargs)
         if torch.is_grad_enabled():
-            self._final = self._latest
-            self._calls.clear()
             self._offload.border()
             self._offload.active = self.offloads
             self.watch.begin()
-            self._waits = self._waits or self._saved.footprint.waiting > 0
+            self._calls.begin(self._saved.footprint.waiting)
 
     def run(self, index: int, call: Call, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Run a unit's forward under its policy."""
@@ -273,8 +292,7 @@ class ActivationPolicies:
             self._offload.active, self._offload.inside = policy.offload, True
             if self._is_cut:
                 return self._run_sliced(index, module, call, args, kwargs)
-            self._calls[index] += 1
-            self._latest = index, self._calls[index]
+            self._calls.note(index)
             self._used[index] = policy
             tries = self.tries and self.may_change and self.proofs[index].is_open
             if policy.recompute or tries:
