@@ -60,6 +60,12 @@ class DispatchMode(TorchDispatchMode):
         return super().__enter__()  # type: ignore[no-untyped-call]  # torch's modes have no types
 
 
+def apply_function(kind: type[torch.autograd.Function], *args: Any) -> torch.Tensor:
+    """Return what a function with a backward of its own makes: its method has no types."""
+    call: Callable[..., torch.Tensor] = kind.apply
+    return call(*args)
+
+
 class LookingMode(DispatchMode):
     """Looks at the operations of a program that is not ours, and leaves them as they are."""
 

@@ -24,6 +24,7 @@ from torch.autograd.function import once_differentiable
 
 from hetero.errors import ConfigError
 from hetero.functional.words import Read, Words, here, whole, words_of
+from hetero.internals import apply_function
 
 REDUCTIONS = ("mean", "sum", "none")
 Weigh = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -107,9 +108,8 @@ def linear_cross_entropy(
         hidden, weight = hidden.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
     with torch.autocast(place, enabled=False) if casts else nullcontext():
-        apply: Callable[..., torch.Tensor] = _Head.apply
-        losses = apply(
-            hidden.reshape(-1, hidden.shape[-1]), weight, bias, labels.reshape(-1), terms
+        losses = apply_function(
+            _Head, hidden.reshape(-1, hidden.shape[-1]), weight, bias, labels.reshape(-1), terms
         )
     if reduction == "mean" and _weighs:
         return _weighs[-1](losses, (labels != ignore_index).sum())

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from hetero.errors import ConfigError
-from hetero.internals import RingTemplates, ring_options, ring_templates
+from hetero.internals import RingTemplates, apply_function, ring_options, ring_templates
 
 HEADS, POSITIONS = 1, 2
 """Dimensions of queries, keys and values."""
@@ -115,8 +115,7 @@ class Ring:
                 advice='use how="ring": without a mask no rank has more to do than others',
             )
         call = call.in_dtype_of_autocast().with_a_key_for_each_head()
-        apply: Apply = RingAttention.apply
-        return apply(*call.tensors, call, self)
+        return apply_function(RingAttention, *call.tensors, call, self)
 
     def forward(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         """Return what attention gives for this rank's queries, and its logs of sums."""
@@ -201,13 +200,16 @@ class Ulysses:
                     advice=f'use how="ring" or "zigzag", or {" or ".join(fitting(n_heads))}'
                     ' ranks along "cp"',
                 )
-        apply: Apply = HeadsForPositions.apply
         query, key, value = (
-            apply(each, HEADS, POSITIONS, self._ranks, f"{call}: {name}")
+            apply_function(
+                HeadsForPositions, each, HEADS, POSITIONS, self._ranks, f"{call}: {name}"
+            )
             for name, each in zip("qkv", call.tensors, strict=True)
         )
         found = self._plain(**call._replace(query=query, key=key, value=value)._asdict())
-        return apply(found, POSITIONS, HEADS, self._ranks, f"{call}: results")
+        return apply_function(
+            HeadsForPositions, found, POSITIONS, HEADS, self._ranks, f"{call}: results"
+        )
 
 
 class HeadsForPositions(torch.autograd.Function):

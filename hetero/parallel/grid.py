@@ -14,7 +14,7 @@ Layers give and take plain tensors: this rank's part of the batch (dimension 0) 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from hetero.errors import ConfigError
-from hetero.internals import all_gathered, all_reduced, reduce_scattered
+from hetero.internals import all_gathered, all_reduced, apply_function, reduce_scattered
 
 
 class Along(NamedTuple):
@@ -196,8 +196,8 @@ class CutLinear(nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         operands = cast_alike(input, local(self.weight), local_or_none(self.bias))
-        y = apply(_Linear, *operands, self.moves)
-        return apply(_Whole, y, self.joins) if self.joins else y
+        y = apply_function(_Linear, *operands, self.moves)
+        return apply_function(_Whole, y, self.joins) if self.joins else y
 
 
 class _Whole(torch.autograd.Function):
@@ -273,7 +273,7 @@ class CutWords(nn.Embedding):
             n //= over.n
             first += over.rank * n
         padding = -1 if self.padding_idx is None else self.padding_idx
-        return apply(_Words, weight, input, OwnWords(first, n, padding, self.parts))
+        return apply_function(_Words, weight, input, OwnWords(first, n, padding, self.parts))
 
 
 def check_batch(n: int, parts: Sequence[Along]) -> None:
@@ -307,7 +307,7 @@ class CutPlaces(nn.Embedding):
     copies: tuple[Along, ...]
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        weight = apply(_Copied, local(self.weight), self.copies)
+        weight = apply_function(_Copied, local(self.weight), self.copies)
         return F.embedding(input, weight, self.padding_idx)
 
 
@@ -365,21 +365,16 @@ class CutNorm(nn.Module):
     norm: Norm
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = apply(_Normed, x, self.norm)
+        y = apply_function(_Normed, x, self.norm)
         for name in ("weight", "bias"):
             param = getattr(self, name, None)
             if param is not None:
-                part = apply(_Copied, local(param), self.norm.copies)
+                part = apply_function(_Copied, local(param), self.norm.copies)
                 y = y * part if name == "weight" else y + part
         return y
 
 
 # -- parts -----------------------------------------------------------------------------------------
-
-
-def apply(kind: type[torch.autograd.Function], *args: Any) -> torch.Tensor:
-    call: Callable[..., torch.Tensor] = kind.apply
-    return call(*args)
 
 
 def local(param: torch.Tensor) -> torch.Tensor:

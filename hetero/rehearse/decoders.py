@@ -66,7 +66,10 @@ class Body(nn.Module):
         steps = torch.diff(rows, prepend=rows[:, :1] - 1, dim=-1)
         packed = (steps != 1).cumsum(-1)
         if not (packed[:, -1] == 0).all():
-            raise NotImplementedError("several sequences in a row")
+            raise ConfigError(
+                "several sequences in a row of position ids",
+                advice="plan one sequence for each sample",
+            )
         window = self.shape.window
         if window is None or x.shape[1] <= window:
             return None

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from hetero.internals import apply_function
 from hetero.plan.shape import DecoderShape
 
 Angles = tuple[torch.Tensor, torch.Tensor]
@@ -68,16 +69,14 @@ def entering(whole: torch.Tensor, n_ranks: int) -> torch.Tensor:
     """Return the input of layers that are divided in columns."""
     if n_ranks == 1:
         return whole
-    found: torch.Tensor = Entered.apply(whole)  # type: ignore[no-untyped-call]  # torch's
-    return found
+    return apply_function(Entered, whole)
 
 
 def leaving(part: torch.Tensor, n_ranks: int) -> torch.Tensor:
     """Return the output of a layer that is divided in rows."""
     if n_ranks == 1:
         return part
-    found: torch.Tensor = RankSum.apply(part)  # type: ignore[no-untyped-call]  # torch's
-    return found
+    return apply_function(RankSum, part)
 
 
 # -- layers of Llama and its kin -----------------------------------------------------------------
@@ -434,8 +433,7 @@ class BloomMLP(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         made: torch.Tensor = self.dense_h_to_4h(entering(x, self.n_ranks))
-        made = BloomGelu.apply(made)  # type: ignore[no-untyped-call]  # torch's
-        found: torch.Tensor = self.dense_4h_to_h(made)
+        found: torch.Tensor = self.dense_4h_to_h(apply_function(BloomGelu, made))
         return leaving(found, self.n_ranks)
 
 
