@@ -25,16 +25,15 @@ BATCH, TOKENS = 8, 64
 
 
 class Attention(nn.Module):
-    head_dim = HEAD
-
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, head_dim: int = HEAD) -> None:
         super().__init__()
+        self.head_dim = head_dim
         self.q_proj, self.k_proj, self.v_proj = (nn.Linear(width, width) for _ in range(3))
         self.o_proj = nn.Linear(width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = (
-            layer(x).unflatten(-1, (-1, HEAD)).transpose(1, 2)
+            layer(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for layer in (self.q_proj, self.k_proj, self.v_proj)
         )
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)

@@ -340,20 +340,22 @@ def difference(found: Trained, expected: Trained) -> list[str]:
     return odd
 
 
+TINY: dict[str, int] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+"""Of models of transformers."""
+
+
 def tiny_llama() -> Any:
     """Return a Llama of transformers, the same one on all ranks."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-    )
-    return LlamaForCausalLM(config)
+    return LlamaForCausalLM(LlamaConfig(**TINY, intermediate_size=64))
 
 
 def tiny_mixtral() -> Any:
@@ -361,14 +363,5 @@ def tiny_mixtral() -> Any:
     from transformers import MixtralConfig, MixtralForCausalLM
 
     torch.manual_seed(0)
-    config = MixtralConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_local_experts=4,
-        num_experts_per_tok=2,
-    )
-    return MixtralForCausalLM(config)
+    experts = {"intermediate_size": 48, "num_local_experts": 4, "num_experts_per_tok": 2}
+    return MixtralForCausalLM(MixtralConfig(**TINY, **experts))

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import hetero
+from benchmarks.tensors import Attention
 from hetero.errors import ConfigError
 from hetero.parallel.tensor import parallelize
 from hetero.testing.ranks import run_ranks
@@ -35,29 +36,11 @@ from tests.ranks.tensor_models import (
 WORDS, WIDTH, HEAD, TOKENS = 24, 16, 4, 6
 
 
-class Attention(nn.Module):
-    head_dim = HEAD
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
-        self.o_proj = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (
-            layer(x).unflatten(-1, (-1, HEAD)).transpose(1, 2)
-            for layer in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        out: torch.Tensor = self.o_proj(mixed.transpose(1, 2).flatten(-2))
-        return out
-
-
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = nn.LayerNorm(WIDTH), nn.RMSNorm(WIDTH)
-        self.attention = Attention()
+        self.attention = Attention(WIDTH, HEAD)
         self.mlp = nn.ModuleDict({"up": nn.Linear(WIDTH, 32), "down": nn.Linear(32, WIDTH)})
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
