@@ -133,6 +133,7 @@ class Job:
             with self._modes():
                 work()
                 put_back = partial(self._slices.appendleft, noop)  # only the finish, if it fails
+                del work, taken  # a waiter may count the memory of what they copy, once it is done
                 self._complete()
         except (StorageError, KeyboardInterrupt) as error:
             if not self._retries:

@@ -298,6 +298,17 @@ def test_threads_end_with_their_model() -> None:
         assert not thread.is_alive()
 
 
+def test_a_job_that_is_done_keeps_nothing_it_worked_on() -> None:
+    """Who waits for a copy may count the memory of the device at once."""
+    worked_on = torch.zeros(4)
+    gone, job = weakref.ref(worked_on), Job([worked_on.zero_], finish=worked_on.zero_)
+    del worked_on
+    seen: list[object] = []
+    job.then = lambda _: seen.append(gone())  # its thread is still in `help`
+    assert job.help()
+    assert seen == [None]
+
+
 def test_a_waiter_does_the_work_that_no_thread_has_begun() -> None:
     done: list[int] = []
     job = Job([lambda i=i: done.append(i) for i in range(5)], finish=lambda: done.append(9))

@@ -149,6 +149,7 @@ class GradRing:
         if not self._device.is_cuda:
             yield home
             return
+        self.finish()  # sources on their way down would have to be on the device with it
         with self._lifting(home.nbytes):
             up = torch.empty_strided(home.shape, home.stride(), dtype=home.dtype, device=place)
             ticket = self._link.move(
