@@ -10,7 +10,6 @@ import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import astuple
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -392,7 +391,7 @@ class Plan:
 
 def entry_of(part: Part) -> SavedTensor:
     dtype = str(part.dtype).removeprefix("torch.")
-    return SavedTensor(*part.name, dtype, *astuple(part.lies))
+    return SavedTensor(*part.name, dtype, part.lies.shape, part.lies.order, part.lies.cuts)
 
 
 def has(kept: slice) -> bool:
