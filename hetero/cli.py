@@ -21,6 +21,7 @@ from hetero.recipes.flags import (
     DEVICE,
     POSITIVE,
     PRECISION,
+    SCHEDULE,
     SIZE,
     RunCommand,
     fields_as_options,
@@ -354,7 +355,8 @@ def report(
 @option("--ranks", POSITIVE, "Ranks that share the model; plans one.", "1")
 @option("--mesh", str, "Instead, sizes as dp_replicate=2,dp_shard=4.", "shares for all ranks")
 @click.option("--search", is_flag=True, help="Find the ten best meshes of --ranks.")
-@option("--schedule", click.Choice(["1f1b", "gpipe"]), "Of a pipeline (pp in --mesh).", "1f1b")
+@option("--schedule", SCHEDULE, "Of a pipeline (pp in --mesh).", "1f1b")
+@option("--stages-per-rank", POSITIVE, "Of an interleaved one.", "2")
 @option("--exchange", click.Choice(["step", "pass"]), "Of gradients, after each.", "step")
 @option("--sum-group", POSITIVE, "Ranks in a row whose gradients add up first.", "1")
 @option("--precision", PRECISION, "Of working weights.", "fp32")
@@ -396,7 +398,7 @@ def planned(model: str, estimates: bool, given: dict[str, Any]) -> Plan:
     given = {key: value for key, value in given.items() if value not in (None, False)}
     samples, positions = given.pop("batch", 1), given.pop("sequence", POSITIONS)
     ranks = given.pop("ranks", 1)
-    for name in ("schedule", "exchange"):  # of pipelines
+    for name in ("schedule", "stages_per_rank", "exchange"):  # of pipelines
         given.pop(name, None)
     if "mesh" in given:
         given["mesh"] = mesh_sizes(given["mesh"])

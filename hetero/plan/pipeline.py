@@ -7,12 +7,14 @@ over and what it needs has come; sends go on meanwhile.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from hetero.errors import ConfigError
 
-SCHEDULES = ("1f1b", "gpipe")
+INTERLEAVED = "interleaved"
+SCHEDULES = ("1f1b", "gpipe", INTERLEAVED)
 
 
 class Pass(NamedTuple):
@@ -20,26 +22,63 @@ class Pass(NamedTuple):
 
     batch: int
     forward: bool
+    turn: int = 0
+    """Which of its rank's stages runs it, the one with the first layers first."""
 
 
 WHOLE_BATCH = (Pass(0, forward=True), Pass(0, forward=False))
 
 
-def order_of(schedule: str, n_stages: int, n_batches: int, stage: int) -> list[Pass]:
-    """Return what a stage does in a step; ConfigError for a schedule that has no order here."""
+def round_of(schedule: str, n_ranks: int, n_batches: int, n_turns: int) -> int:
+    """Return how many micro-batches a stage runs before its rank turns to its next one.
+
+    Raises ConfigError for a schedule that has no order here, or that cannot have this one.
+    """
     if schedule not in SCHEDULES:
         raise ConfigError(
             f"schedule={schedule!r} is not planned", advice=f"use one of {', '.join(SCHEDULES)}"
         )
-    forwards = [Pass(batch, forward=True) for batch in range(n_batches)]
-    backwards = [Pass(batch, forward=False) for batch in range(n_batches)]
+    if (schedule == INTERLEAVED) != (n_turns > 1):
+        raise ConfigError(
+            f"schedule={schedule!r} with {n_turns} stages a rank",
+            advice=f"{INTERLEAVED} takes 2 or more, 1f1b and gpipe take one",
+        )
+    rounds = max(1, n_batches // n_ranks) if n_turns > 1 else 1
+    if n_batches % rounds:
+        raise ConfigError(
+            f"{INTERLEAVED} makes no equal rounds of {n_batches} micro-batches on {n_ranks} ranks",
+            advice=f"use a multiple of {n_ranks} micro-batches",
+        )
+    return n_batches // rounds
+
+
+def order_of(
+    schedule: str, n_ranks: int, n_batches: int, rank: int, n_turns: int = 1, at_once: int = 0
+) -> list[Pass]:
+    """Return what a rank does in a step; ConfigError for what `round_of` refuses.
+
+    Args:
+        n_turns: stages of a rank: of so many times ``n_ranks``, each ``n_ranks``-th one.
+        at_once: micro-batches of a round; 0: `round_of`. Without turns it says nothing.
+    """
+    at_once = at_once or round_of(schedule, n_ranks, n_batches, n_turns)
+    turns = [step // at_once % n_turns for step in range(n_batches * n_turns)]
+    forwards = [Pass(n, forward=True, turn=turn) for n, turn in numbered(turns)]
+    backwards = [Pass(n, forward=False, turn=n_turns - 1 - turn) for n, turn in numbered(turns)]
     if schedule == "gpipe":
         return forwards + backwards
-    ahead = min(n_batches, n_stages - 1 - stage)
+    after = n_ranks - 1 - rank
+    ahead = min(len(forwards), after if n_turns == 1 else (n_turns - 1) * at_once + 2 * after)
     order = forwards[:ahead]
     for forward, backward in zip(forwards[ahead:], backwards, strict=False):
         order += [forward, backward]
-    return order + backwards[n_batches - ahead :]
+    return order + backwards[len(forwards) - ahead :]
+
+
+def numbered(turns: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yield a micro-batch with each turn: each stage runs them in their order."""
+    counts = [itertools.count() for _ in range(max(turns, default=0) + 1)]
+    return ((next(counts[turn]), turn) for turn in turns)
 
 
 def most_in_flight(order: Sequence[Pass]) -> int:
@@ -68,7 +107,7 @@ class Played(NamedTuple):
 
 
 PassSeconds = Callable[[int, int], float]
-"""(stage, place in its order) -> seconds."""
+"""(rank, place in its order) -> seconds."""
 
 
 def played(
@@ -76,45 +115,56 @@ def played(
     seconds: PassSeconds,
     send_seconds: Callable[[int], float] = lambda stage: 0.0,
 ) -> Played:
-    """Run all stages' orders, each on a rank of its own.
+    """Run all ranks' orders.
 
     ``send_seconds`` is the time between stage n and n + 1, either way.
     """
-    done: dict[tuple[int, Pass], float] = {}
+    n_turns = 1 + max((each.turn for order in orders for each in order), default=0)
+    sent = _Sent(len(orders), n_turns, send_seconds)
     places, clocks = [0] * len(orders), [0.0] * len(orders)
     busy = [0.0] * len(orders)
     left = sum(map(len, orders))
     while left:
         before = left
-        for stage, order in enumerate(orders):
-            while places[stage] < len(order):
-                here = order[places[stage]]
-                arrival = _arrival(done, stage, len(orders), here, send_seconds)
+        for rank, order in enumerate(orders):
+            while places[rank] < len(order):
+                here = order[places[rank]]
+                arrival = sent.arrival(rank, here)
                 if arrival is None:
                     break
-                spent = seconds(stage, places[stage])
-                clocks[stage] = max(clocks[stage], arrival) + spent
-                busy[stage] += spent
-                done[stage, here] = clocks[stage]
-                places[stage] += 1
+                spent = seconds(rank, places[rank])
+                clocks[rank] = max(clocks[rank], arrival) + spent
+                busy[rank] += spent
+                sent.done(rank, here, clocks[rank])
+                places[rank] += 1
                 left -= 1
         if left == before:
             raise ValueError("a pipeline whose stages wait for each other")
     return Played(max(clocks), tuple(clocks), tuple(busy))
 
 
-def _arrival(
-    done: dict[tuple[int, Pass], float],
-    stage: int,
-    n_stages: int,
-    here: Pass,
-    send_seconds: Callable[[int], float],
-) -> float | None:
-    """Return when what a pass needs is there; None if another stage has not made it."""
-    needs = stage - 1 if here.forward else stage + 1
-    if not here.forward and (stage, here._replace(forward=True)) not in done:
-        return None
-    if not 0 <= needs < n_stages:
-        return 0.0
-    made = done.get((needs, here))
-    return None if made is None else made + send_seconds(min(needs, stage))
+class _Sent:
+    """When passes were done, and what they sent is there. Stages go round the ranks."""
+
+    def __init__(self, n_ranks: int, n_turns: int, seconds: Callable[[int], float]) -> None:
+        self._n_ranks = n_ranks
+        self._n_stages = n_ranks * n_turns
+        self._seconds = seconds
+        self._done: dict[tuple[int, int, bool], float] = {}
+
+    def done(self, rank: int, here: Pass, at: float) -> None:
+        self._done[self._stage(rank, here), here.batch, here.forward] = at
+
+    def arrival(self, rank: int, here: Pass) -> float | None:
+        """Return when what a pass needs is there; None if another stage has not made it."""
+        stage = self._stage(rank, here)
+        needs = stage - 1 if here.forward else stage + 1
+        if not here.forward and (stage, here.batch, True) not in self._done:
+            return None
+        if not 0 <= needs < self._n_stages:
+            return 0.0
+        made = self._done.get((needs, here.batch, here.forward))
+        return None if made is None else made + self._seconds(min(needs, stage))
+
+    def _stage(self, rank: int, here: Pass) -> int:
+        return here.turn * self._n_ranks + rank

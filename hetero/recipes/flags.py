@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from hetero.config import ACTIVATIONS, DEVICES, FROZEN, PRECISIONS, Config
+from hetero.plan.pipeline import SCHEDULES
 from hetero.recipes.guide import GroupedCommand, SizeType
 from hetero.recipes.options import SETTINGS, FieldForm, TrainOptions, documented, forms
 
@@ -19,6 +20,7 @@ SIZE = SizeType()
 POSITIVE = click.IntRange(min=1)
 DEVICE = click.Choice(DEVICES)
 PRECISION = click.Choice(PRECISIONS)
+SCHEDULE = click.Choice(SCHEDULES)
 KINDS = {  # of options whose field has too general a type
     "device": DEVICE,
     "precision": PRECISION,

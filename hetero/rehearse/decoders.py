@@ -7,6 +7,7 @@ configuration is the same with it and without.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from hetero.errors import ConfigError
+from hetero.functional.head import LOSS
 from hetero.plan.shape import LLAMAS, DecoderShape, StageShare
 from hetero.rehearse.layers import (
     HAS_EXPERTS,
@@ -210,7 +212,22 @@ class Decoder(nn.Module):
         logits = self.lm_head(entering(x, self.share.n_ranks))
         if labels is None:
             return {"logits": logits}
-        return {"loss": self.loss(logits, labels), "logits": logits}
+        if self.share.n_ranks > 1:  # the largest logit, the sum of powers, and that of the label
+            summed(torch.empty(3, labels.numel(), device=labels.device))
+        loss = self.loss_function(
+            logits=logits, labels=labels, vocab_size=self.lm_head.out_features
+        )
+        return {"loss": loss, "logits": logits}
+
+    def get_output_embeddings(self) -> nn.Linear | None:
+        """Return the head, as a model of transformers does: a fused loss asks for it."""
+        return self.lm_head if self.share.closes else None
+
+    @property
+    def loss_function(self) -> Callable[..., torch.Tensor]:
+        """The loss of transformers' causal models, unless another one has replaced it."""
+        found: Callable[..., torch.Tensor] = self.__dict__.get("_loss_function", causal_loss)
+        return found
 
     def received(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return what the stage before sends, in new memory; the first one has the tokens."""
@@ -220,13 +237,17 @@ class Decoder(nn.Module):
         size = *tokens.shape, self.shape.width
         return torch.empty(size, dtype=dtype, device=tokens.device, requires_grad=True)
 
-    def loss(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Return the mean cross entropy of the next tokens, in fp32."""
-        logits = logits.float()
-        labels = F.pad(labels, (0, 1), value=IGNORED)[..., 1:].contiguous()
-        if self.share.n_ranks > 1:  # the largest logit, the sum of powers, and that of the label
-            summed(logits.new_empty(3, labels.numel()))
-        return F.cross_entropy(logits.view(-1, logits.shape[-1]), labels.view(-1))
+
+def causal_loss(
+    logits: torch.Tensor, labels: torch.Tensor, vocab_size: int, **kwargs: Any
+) -> torch.Tensor:
+    """Return the mean cross entropy of the next tokens, in fp32."""
+    logits = logits.float()
+    labels = F.pad(labels, (0, 1), value=IGNORED)[..., 1:].contiguous()
+    return F.cross_entropy(logits.view(-1, vocab_size), labels.view(-1))
+
+
+causal_loss.__name__ = LOSS
 
 
 def decoder(shape: DecoderShape, share: StageShare | None = None) -> Decoder:

@@ -6,6 +6,8 @@ its data parallel ranks are mirrored. How the passes of all stages follow each o
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -13,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from hetero.config import Config
 from hetero.errors import BudgetError, ConfigError
@@ -27,7 +30,16 @@ from hetero.parallel.mesh import (
 )
 from hetero.plan.machine import MachineProfile
 from hetero.plan.network import node_size, send_seconds
-from hetero.plan.pipeline import SCHEDULES, Pass, Played, most_in_flight, order_of, played
+from hetero.plan.pipeline import (
+    INTERLEAVED,
+    SCHEDULES,
+    Pass,
+    Played,
+    most_in_flight,
+    order_of,
+    played,
+    round_of,
+)
 from hetero.plan.shape import KINDS, DecoderShape, StageShare, check_divides, even_cut, shape_of
 from hetero.rehearse.decoders import decoder
 from hetero.rehearse.mirror import NO_CONTEXT
@@ -56,18 +68,21 @@ class MeshWork:
     micro_batch: int
     """Samples of a pass."""
     schedule: str
+    n_turns: int
+    """Stages of a rank."""
     exchange: str
     """"step" or "pass": after which ranks exchange gradients."""
     config: Config
     profile: MachineProfile
 
     @property
-    def n_stages(self) -> int:
+    def depth(self) -> int:
+        """Ranks of a pipeline."""
         return self.sizes[STAGES]
 
     @property
     def n_ranks(self) -> int:
-        return self.n_stages * self.sizes[TENSOR] * self.n_copies
+        return self.depth * self.sizes[TENSOR] * self.n_copies
 
     @property
     def n_copies(self) -> int:
@@ -79,12 +94,25 @@ class MeshWork:
         """Micro-batches of a step."""
         return self.samples // self.micro_batch
 
+    @property
+    def at_once(self) -> int:
+        """Micro-batches that a stage runs before its rank turns to its next one, if it has one."""
+        if self.n_turns == 1:
+            return 1
+        return round_of(self.schedule, self.depth, self.n_passes, self.n_turns)
+
+    def order(self, rank: int, n_passes: int | None = None) -> list[Pass]:
+        """Return what a rank does in a step of so many passes; None: as many as there are."""
+        n = n_passes or self.n_passes
+        return order_of(self.schedule, self.depth, n, rank, self.n_turns, self.at_once)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagePlan:
-    """A rank of a stage."""
+    """A rank of a stage, or of several."""
 
     stage: int
+    """Its first one; every stage as far on as a pipeline has ranks is its own, too."""
     layers: int
     numel: int
     """Parameters that it has."""
@@ -93,10 +121,10 @@ class StagePlan:
     kinds: Mapping[str, int]
     """The most bytes of each kind in HBM; their peaks may be at different times."""
     in_flight: int
-    """Micro-batches that wait for their backward at once."""
+    """Forwards that wait for their backward at once."""
     forward_seconds: float
     backward_seconds: float
-    """Of a micro-batch in the middle of a step."""
+    """Of a micro-batch in the middle of a step, through all of its stages."""
     summed_seconds: float
     """Of a micro-batch's sums over ranks that divide tensors, in both passes."""
     rest_seconds: float
@@ -118,6 +146,7 @@ class MeshPlan:
     n_ranks: int
     n_passes: int
     schedule: str
+    stages_per_rank: int
     fits: bool
     stages: tuple[StagePlan, ...]
     step_seconds: float
@@ -154,8 +183,12 @@ class MeshPlan:
         line = f"{what}, optimizer = hetero.prepare({what}, optimizer, mesh={mesh!r}{given})"
         if STAGES not in mesh:
             return f"{line}  # {self.n_passes} passes a step"
-        kind = {"1f1b": "Schedule1F1B", "gpipe": "ScheduleGPipe"}[self.schedule]
-        return f"{line}; schedule = {kind}(stage, {self.n_passes})"
+        made = {
+            "1f1b": "Schedule1F1B(stage",
+            "gpipe": "ScheduleGPipe(stage",
+            INTERLEAVED: "ScheduleInterleaved1F1B(stages",
+        }[self.schedule]
+        return f"{line}; schedule = {made}, {self.n_passes})"
 
     def as_json(self) -> dict[str, Any]:
         """Return it as plain data."""
@@ -165,24 +198,42 @@ class MeshPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RehearsedStage:
-    """One rank of a stage, and the micro-batches that were rehearsed."""
+    """One rank of a stage or of several, and the micro-batches that were rehearsed."""
 
-    stage: int
-    share: StageShare
+    shares: Sequence[StageShare]
     order: Sequence[Pass]
+    at_once: int
+    """Micro-batches of a round."""
     in_flight: int
     found: Rehearsal | None
     shortfall: str
 
+    @property
+    def n_passes(self) -> int:
+        """Micro-batches that were rehearsed."""
+        return len(self.order) // 2 // len(self.shares)
+
     def seconds(self, here: Pass, n_passes: int) -> float:
         """Return the time of a pass in a step of ``n_passes``: the first and the last ones are as
-        rehearsed, those between as the one in the middle."""
+        rehearsed, those between as the one of the round in the middle."""
         steps = self.found.steps if self.found is not None else ()
         if not steps:
             return 0.0
-        n, half = len(self.order) // 2, len(self.order) // 4
-        batch = here.batch if here.batch < half else max(half, n - (n_passes - here.batch))
+        batch, half = here.batch, self._middle
+        if batch >= half:
+            from_the_end = batch - (n_passes - self.n_passes)
+            batch = max(from_the_end, half + (batch - half) % self.at_once)
         return steps[-1].pass_seconds[self.order.index(here._replace(batch=batch))]
+
+    @property
+    def _middle(self) -> int:
+        """The first micro-batch of the round in the middle."""
+        return self.n_passes // 2 // self.at_once * self.at_once
+
+    def through(self, batch: int, n_passes: int, *, forward: bool) -> float:
+        """Return the time of a micro-batch through all of its stages."""
+        turns = (Pass(batch, forward, turn) for turn in range(len(self.shares)))
+        return sum(self.seconds(here, n_passes) for here in turns)
 
     @property
     def end_seconds(self) -> float:
@@ -196,9 +247,9 @@ class RehearsedStage:
         steps = self.found.steps if self.found is not None else ()
         if not steps:
             return 0.0
-        n, half = len(self.order) // 2, len(self.order) // 4
-        middle = (self.order.index(Pass(half, way)) for way in (True, False))
-        return max(0.0, steps[-1].seconds - n * sum(steps[-1].pass_seconds[at] for at in middle))
+        n = self.n_passes
+        middle = sum(self.through(self._middle, n, forward=way) for way in (True, False))
+        return max(0.0, steps[-1].seconds - n * middle)
 
 
 def mesh_work(
@@ -206,6 +257,7 @@ def mesh_work(
     batch: tuple[int, int] | None = None,
     *,
     schedule: str = "1f1b",
+    stages_per_rank: int | None = None,
     exchange: str = "step",
     config: Any = None,
     **settings: Any,
@@ -229,13 +281,18 @@ def mesh_work(
             advice=f"schedules are {', '.join(SCHEDULES)}; exchanges are after each"
             f" {' or '.join(EXCHANGES)}",
         )
+    if known.fused_loss and sizes[STAGES] > 1:
+        raise ConfigError(
+            "fused_loss with stages: hetero.prepare knows the head of a whole model alone",
+            advice="leave it out, and call hetero.linear_cross_entropy in the last stage's loss",
+        )
     micro_batch = known.micro_batch or 1
     if samples % micro_batch:
         raise ConfigError(
             f"{samples} samples make no passes of {micro_batch}",
             advice="let micro_batch= divide the batch",
         )
-    return MeshWork(
+    work = MeshWork(
         shape=shape,
         name=name,
         sizes=sizes,
@@ -243,10 +300,13 @@ def mesh_work(
         sequence=sequence,
         micro_batch=micro_batch,
         schedule=schedule,
+        n_turns=stages_per_rank or (2 if schedule == INTERLEAVED else 1),
         exchange=exchange,
         config=replace(known, micro_batch=None),
         profile=machine(known),
     )
+    round_of(schedule, work.depth, work.n_passes, work.n_turns)  # or it is refused at once
+    return work
 
 
 def sizes_of_axes(mesh: Mapping[str, Any]) -> dict[str, int]:
@@ -272,9 +332,10 @@ def plan_mesh(
         model: the name of a published decoder, or its configuration.
         batch: (samples, positions) of a step, of each rank that has batches of its own.
         settings: as for `hetero.prepare`; ``mesh`` has sizes of pp, dp_replicate, dp_shard and tp;
-            ``micro_batch`` are samples of a pass; ``schedule`` is "1f1b" or "gpipe"; ``exchange``
-            "step" for gradients that are exchanged after the last pass of a step alone
-            (`hetero.no_sync` around the others), "pass" for those of every pass.
+            ``micro_batch`` are samples of a pass; ``schedule`` is "1f1b", "gpipe" or
+            "interleaved", with ``stages_per_rank`` (2); ``exchange`` "step" for gradients that are
+            exchanged after the last pass of a step alone (`hetero.no_sync` around the others),
+            "pass" for those of every pass.
 
     Raises ConfigError for what cannot be planned.
     """
@@ -283,54 +344,62 @@ def plan_mesh(
 
 
 def stages_of(work: MeshWork) -> list[RehearsedStage]:
-    """Rehearse a rank of each kind of stage; returns that of each stage.
+    """Rehearse a rank of each kind of stage; returns that of each rank of a pipeline.
 
-    Stages with as many layers are of a kind. Of these the first one holds most micro-batches, and
+    Stages with as many layers are of a kind. Of these the first rank holds most micro-batches, and
     it is the one that is rehearsed.
     """
-    cut = even_cut(work.shape, work.n_stages, work.sizes[TENSOR])
-    seen: dict[tuple[int, bool, bool], RehearsedStage] = {}
-    for stage, share in enumerate(cut):
-        kind = share.n_layers, share.opens, share.closes
+    cut = even_cut(work.shape, work.depth * work.n_turns, work.sizes[TENSOR])
+    shares = [cut[rank :: work.depth] for rank in range(work.depth)]
+    kinds = [tuple((each.n_layers, each.opens, each.closes) for each in own) for own in shares]
+    seen: dict[tuple[tuple[int, bool, bool], ...], RehearsedStage] = {}
+    for rank, (own, kind) in enumerate(zip(shares, kinds, strict=True)):
         if kind not in seen:
             fits = not any(other.shortfall for other in seen.values())
-            seen[kind] = rehearsed(work, stage, share) if fits else skipped(work, stage, share)
-    return [seen[share.n_layers, share.opens, share.closes] for share in cut]
+            seen[kind] = rehearsed(work, rank, own) if fits else skipped(work, rank, own)
+    return [seen[kind] for kind in kinds]
 
 
-def skipped(work: MeshWork, stage: int, share: StageShare) -> RehearsedStage:
-    """Return a stage that need not be rehearsed: another one does not fit."""
-    order = order_of(work.schedule, work.n_stages, work.n_passes, stage)
+def skipped(work: MeshWork, rank: int, shares: Sequence[StageShare]) -> RehearsedStage:
+    """Return a rank that need not be rehearsed: another one does not fit."""
+    order = work.order(rank)
     return RehearsedStage(
-        stage=stage,
-        share=share,
+        shares=shares,
         order=order,
+        at_once=work.at_once,
         in_flight=most_in_flight(order),
         found=None,
         shortfall="",
     )
 
 
-def rehearsed(work: MeshWork, stage: int, share: StageShare) -> RehearsedStage:
-    """Rehearse a rank of a stage: as many micro-batches as are in flight, and some more."""
-    in_flight = most_in_flight(order_of(work.schedule, work.n_stages, work.n_passes, stage))
-    n_passes = min(work.n_passes, in_flight + SPARE_PASSES)
-    order = order_of(work.schedule, work.n_stages, n_passes, stage)
+def rehearsed(work: MeshWork, rank: int, shares: Sequence[StageShare]) -> RehearsedStage:
+    """Rehearse a rank: as many micro-batches as are in flight, and some more, in whole rounds."""
+    in_flight = most_in_flight(work.order(rank))
+    rounds = math.ceil((in_flight / work.n_turns + SPARE_PASSES) / work.at_once)
+    n_passes = rounds * work.at_once
+    order = work.order(rank, min(work.n_passes, n_passes))
     found, said = None, ""
     try:
-        found = rehearse(scene_of_stage(work, share, order))
+        found = rehearse(scene_of_stage(work, shares, order))
     except BudgetError as error:
         said = str(error.args[0])
     if found is not None and found.error is not None:
         said = str(found.error.args[0])
     return RehearsedStage(
-        stage=stage, share=share, order=order, in_flight=in_flight, found=found, shortfall=said
+        shares=shares,
+        order=order,
+        at_once=work.at_once,
+        in_flight=in_flight,
+        found=found,
+        shortfall=said,
     )
 
 
-def scene_of_stage(work: MeshWork, share: StageShare, order: Sequence[Pass]) -> Scene:
-    """Return what a rank of a stage does in a step."""
-    model = decoder(work.shape, share)
+def scene_of_stage(work: MeshWork, shares: Sequence[StageShare], order: Sequence[Pass]) -> Scene:
+    """Return what a rank does in a step."""
+    stages = [decoder(work.shape, share) for share in shares]
+    model = stages[0] if len(stages) == 1 else nn.ModuleList(stages)
     tokens = torch.empty(work.micro_batch, work.sequence, dtype=torch.long, device=META)
     return Scene(
         model=model,
@@ -356,7 +425,7 @@ def sent_or_loss(output: Mapping[str, torch.Tensor]) -> torch.Tensor:
 def drawn(work: MeshWork, stages: Sequence[RehearsedStage]) -> MeshPlan:
     """Return the plan of rehearsed stages."""
     n = work.n_passes
-    orders = [order_of(work.schedule, work.n_stages, n, at) for at in range(work.n_stages)]
+    orders = [work.order(rank) for rank in range(work.depth)]
     sends = sends_of(work)
     run = played(orders, lambda at, i: stages[at].seconds(orders[at][i], n), lambda at: sends[at])
     ends = (end + stage.end_seconds for end, stage in zip(run.ends, stages, strict=True))
@@ -372,6 +441,7 @@ def drawn(work: MeshWork, stages: Sequence[RehearsedStage]) -> MeshPlan:
         n_ranks=work.n_ranks,
         n_passes=n,
         schedule=work.schedule,
+        stages_per_rank=work.n_turns,
         fits=fits,
         stages=plans,
         step_seconds=seconds,
@@ -389,15 +459,12 @@ def sends_of(work: MeshWork) -> list[float]:
     """Return the time of what each stage but the last sends the next one, a micro-batch."""
     size = torch.finfo(DTYPES[work.config.precision]).bits // 8
     n_bytes = work.micro_batch * work.sequence * work.shape.width * size
-    ranks = work.n_ranks // work.n_stages  # of a stage, one after the other
+    ranks = work.n_ranks // work.depth  # of a stage, one after the other
     devices = node_size(work.profile, work.n_ranks)
+    nodes = [rank * ranks // devices for rank in range(work.depth)] * work.n_turns
     return [
-        send_seconds(
-            work.profile,
-            n_bytes,
-            near=stage * ranks // devices == (stage + 1) * ranks // devices,
-        )
-        for stage in range(work.n_stages - 1)
+        send_seconds(work.profile, n_bytes, near=here == there)
+        for here, there in itertools.pairwise(nodes)
     ]
 
 
@@ -409,19 +476,18 @@ def stage_plan(work: MeshWork, stage: RehearsedStage, at: int) -> StagePlan:
     if found is not None:
         peaks = {tier.name: n_bytes for tier, n_bytes in found.peaks.items() if n_bytes}
         kinds = {k.value: b for (tier, k), b in found.kinds.items() if tier is Tier.HBM and b}
-        rehearsed = len(stage.order) / 2
         if found.steps:
-            flops = found.steps[-1].flops / rehearsed * n
-            summed = found.steps[-1].summed_seconds / rehearsed
+            flops = found.steps[-1].flops / stage.n_passes * n
+            summed = found.steps[-1].summed_seconds / stage.n_passes
     return StagePlan(
         stage=at,
-        layers=stage.share.n_layers,
-        numel=sum(work.shape.share_numel(stage.share)),
+        layers=sum(share.n_layers for share in stage.shares),
+        numel=sum(sum(work.shape.share_numel(share)) for share in stage.shares),
         peaks=peaks,
         kinds=kinds,
         in_flight=stage.in_flight,
-        forward_seconds=stage.seconds(Pass(middle, forward=True), n),
-        backward_seconds=stage.seconds(Pass(middle, forward=False), n),
+        forward_seconds=stage.through(middle, n, forward=True),
+        backward_seconds=stage.through(middle, n, forward=False),
         summed_seconds=summed,
         rest_seconds=stage.rest_seconds,
         flops=flops,

@@ -76,7 +76,8 @@ class Scene:
     homes_on_hbm: bool | None = None
     """Whether homes may be on HBM; None: on CUDA they may."""
     order: Sequence[Pass] = WHOLE_BATCH
-    """What a step does: forwards and backwards of micro-batches, each of a batch as given."""
+    """What a step does: forwards and backwards of micro-batches, each of a batch as given. Passes
+    of several turns are those of the models in a list."""
     exchange_once: bool = False
     """Whether ranks exchange gradients after the last backward of a step only."""
 
@@ -366,19 +367,21 @@ def passes(
     scene: Scene, engine: Engine, device: DryDevice, staying: Staying | None
 ) -> Iterator[float]:
     """Run the forwards and backwards of a step; yields how long each took."""
-    losses: dict[int, torch.Tensor] = {}
+    losses: dict[tuple[int, int], torch.Tensor] = {}
     logged = not isinstance(engine.residence, Paged)
-    for at, (batch, is_forward) in enumerate(scene.order):
+    last = {each.turn: at for at, each in enumerate(scene.order)}
+    models = [*scene.model.children()] if len(last) > 1 else [scene.model]
+    for at, (batch, is_forward, turn) in enumerate(scene.order):
         began, name = device.clock(), "forward" if is_forward else "backward"
-        alone = scene.exchange_once and at < len(scene.order) - 1
+        alone = scene.exchange_once and at < last[turn]
         with (
             engine.no_sync() if alone else nullcontext(),
             phase(engine, name, staying) if logged else nullcontext(),
         ):
             if is_forward:
-                losses[batch] = scene.loss(scene.model(*scene.args, **scene.kwargs))
+                losses[batch, turn] = scene.loss(models[turn](*scene.args, **scene.kwargs))
             elif scene.optimizer is not None:
-                run_backward(losses.pop(batch))
+                run_backward(losses.pop((batch, turn)))
         yield device.clock() - began
 
 

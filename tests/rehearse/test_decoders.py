@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from hetero.errors import ConfigError
+from hetero.functional.head import causal_loss, head_of, late
 from hetero.internals import DispatchMode, run_backward
 from hetero.plan.presets import PRESETS
 from hetero.plan.shape import StageShare, shape_of
@@ -108,9 +110,32 @@ def test_a_published_model_is_planned_without_transformers(monkeypatch: pytest.M
     monkeypatch.setitem(sys.modules, "transformers", None)  # an import of it fails
 
     config = shallow("smollm2-135m")
-    found = plan(config, (1, 8), profile="rtx4090", precision="bf16", estimates=False)
+    plain, fused = (
+        plan(config, (1, 8), profile="rtx4090", precision="bf16", fused_loss=fused, estimates=False)
+        for fused in (False, True)
+    )
 
-    assert found.fits and found.n_params == sum(p.numel() for p in from_config(config).parameters())
+    assert plain.fits and fused.fits
+    assert plain.n_params == sum(p.numel() for p in from_config(config).parameters())
+
+
+@pytest.mark.parametrize("name", KINDS[:-1])
+def test_a_fused_loss_makes_the_operations_that_it_makes_in_transformers(name: str) -> None:
+    pytest.importorskip("transformers")
+    made = []
+    for model in (from_shape(shallow(name)), from_transformers(shallow(name))):
+        assert model is not None
+        head, loss = head_of(model), model.loss_function
+        head.forward = late(head, head.forward)
+        model._loss_function = causal_loss(head, loss)
+        made.append(operations(model, is_cuda=True))
+
+    assert made[0] == made[1]
+
+
+def test_a_plan_of_a_model_without_a_head_says_so() -> None:
+    with pytest.raises(ConfigError, match=r"fused_loss: .* its head is"):
+        plan(PRESETS["bert-base-uncased"], (1, 8), profile="rtx4090", fused_loss=True)
 
 
 def test_a_configuration_that_says_more_than_a_shape_is_left_to_transformers() -> None:

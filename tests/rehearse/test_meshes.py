@@ -19,7 +19,6 @@ from hetero.config import Config
 from hetero.errors import ConfigError
 from hetero.internals import run_backward
 from hetero.parallel.recipe import parallelize
-from hetero.plan.pipeline import order_of
 from hetero.plan.shape import StageShare, even_cut, shape_of
 from hetero.rehearse import meshes
 from hetero.rehearse.decoders import decoder
@@ -72,22 +71,21 @@ def test_a_rank_has_the_parts_of_tensors_that_torch_gives_it(two_ranks: None) ->
     assert parts == {name: tuple(p.shape) for name, p in share.named_parameters()}
 
 
-@pytest.mark.campaign(seconds=1.5)
-@pytest.mark.parametrize("share", cut := even_cut(DEEP, 3), ids=["first", "middle", "last"])
-def test_a_stage_takes_the_bytes_that_it_takes_when_it_runs(share: StageShare) -> None:
-    """The same passes of the same stage, in one process, with numbers."""
-    stage = cut.index(share)
-    order = order_of("1f1b", 3, 4, stage)
-    settings = {"hbm": "600KB", "device": "cpu:sim", "profile": CPU, "chunk_bytes": 4096}
-    scene = scene_of_stage(
-        mesh_work({**TINY, "num_hidden_layers": 6}, (4, 16), mesh={"pp": 3}, **settings),
-        share,
-        order,
-    )
-    told = rehearse(scene)
+@pytest.mark.campaign(seconds=2.5)
+@pytest.mark.parametrize("n_turns", [1, 2])
+@pytest.mark.parametrize("rank", range(3), ids=["first", "middle", "last"])
+def test_a_rank_takes_the_bytes_that_it_takes_when_it_runs(rank: int, n_turns: int) -> None:
+    """The same passes of the same stages, in one process, with numbers."""
+    settings = {"hbm": "900KB", "device": "cpu:sim", "profile": CPU, "chunk_bytes": 4096}
+    given = {"mesh": {"pp": 3}, "schedule": "interleaved" if n_turns > 1 else "1f1b", **settings}
+    shares = even_cut(DEEP, 3 * n_turns)[rank::3]
+    work = mesh_work({**TINY, "num_hidden_layers": 6}, (6, 16), **given)
+    order = work.order(rank)
+    told = rehearse(scene_of_stage(work, shares, order))
 
     torch.manual_seed(0)
-    model: Any = decoder(DEEP, share).to_empty(device="cpu")
+    stages = [decoder(DEEP, share).to_empty(device="cpu") for share in shares]
+    model: Any = nn.ModuleList(stages) if n_turns > 1 else stages[0]
     for param in model.parameters():
         nn.init.normal_(param, std=0.02)
     model, optimizer = prepare_tuned(
@@ -95,12 +93,12 @@ def test_a_stage_takes_the_bytes_that_it_takes_when_it_runs(share: StageShare) -
     )
     tokens = torch.zeros(1, 16, dtype=torch.long)
     for _ in told.steps:
-        sent: dict[int, torch.Tensor] = {}
-        for batch, is_forward in order:
+        sent: dict[tuple[int, int], torch.Tensor] = {}
+        for batch, is_forward, turn in order:
             if is_forward:
-                sent[batch] = sent_or_loss(model(input_ids=tokens, labels=tokens))
+                sent[batch, turn] = sent_or_loss(stages[turn](input_ids=tokens, labels=tokens))
             else:
-                run_backward(sent.pop(batch))
+                run_backward(sent.pop((batch, turn)))
         optimizer.step()
         optimizer.zero_grad()
     ledger = engine_of(model).setup.ledger
@@ -158,6 +156,31 @@ def test_gpipe_holds_more_than_one_forward_one_backward() -> None:
     assert many.stages[0].kinds["activation"] > few.stages[0].kinds["activation"]
 
 
+def test_several_stages_a_rank_wait_less_and_hold_more() -> None:
+    deep = {**TINY, "num_hidden_layers": 8}
+    alike = {"profile": "a100-80", "precision": "bf16", "activations": "keep", "mesh": {"pp": 2}}
+    plain, twice = (plan_mesh(deep, (8, 64), schedule=s, **alike) for s in ("1f1b", "interleaved"))
+
+    assert twice.stages_per_rank == 2
+    assert twice.flops == plain.flops
+    assert [stage.numel for stage in twice.stages] == [stage.numel for stage in plain.stages]
+    assert twice.bubble < plain.bubble
+    assert [stage.in_flight for stage in twice.stages] == [5, 3]  # of half as many layers each
+    assert twice.paste.endswith("ScheduleInterleaved1F1B(stages, 8)")
+
+
+@pytest.mark.slow
+def test_many_passes_of_several_stages_are_told_from_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    deep = {**TINY, "num_hidden_layers": 4}
+    given = {"profile": "a100-80", "mesh": {"pp": 2, "dp_shard": 2}, "schedule": "interleaved"}
+    told = plan_mesh(deep, (16, 16), **given)
+    monkeypatch.setattr(meshes, "SPARE_PASSES", 16)
+    whole = plan_mesh(deep, (16, 16), **given)
+
+    assert told.step_seconds == pytest.approx(whole.step_seconds, rel=1e-6)
+    assert [s.peaks for s in told.stages] == [s.peaks for s in whole.stages]
+
+
 def test_gradients_of_every_pass_cost_more_than_those_of_a_step() -> None:
     mesh = {"pp": 2, "dp_shard": 16}
     once, every = (planned(mesh=mesh, samples=3, exchange=e) for e in ("step", "pass"))
@@ -185,6 +208,10 @@ def test_sums_over_tensors_take_the_time_of_the_wire() -> None:
         ({"mesh": {"pp": 2}, "micro_batch": 3}, "make no passes of 3"),
         ({"mesh": {"pp": 2}, "schedule": "zbv"}, "schedule='zbv'"),
         ({"mesh": {"pp": 2}, "exchange": "never"}, "exchange='never'"),
+        ({"mesh": {"pp": 2}, "schedule": "interleaved"}, "2 layers make no 4 stages"),
+        ({"mesh": {"pp": 2}, "stages_per_rank": 2}, "schedule='1f1b' with 2 stages a rank"),
+        ({"mesh": {"pp": 2}, "samples": 5, "schedule": "interleaved"}, "no equal rounds of 5"),
+        ({"mesh": {"pp": 2}, "fused_loss": True}, "fused_loss with stages"),
     ],
 )
 def test_what_cannot_be_planned_is_refused(given: dict[str, Any], said: str) -> None:

@@ -58,6 +58,8 @@ class Handover:
         elif any(self._was_empty):
             self._source = Promises(self.params)
         source = self._source
+        if place.type == "meta":  # of a plan: what has no bytes cannot come back
+            self.device = place
         move_buffers(self.model.modules(), place)
         move_tables(self.model, place)
         freed = 0
