@@ -50,7 +50,7 @@ class Arena:
         self._device = device
         self._ledger = ledger
         self._log = log
-        self._table = table
+        self.table = table
         self._next_use = next_use
         self._shells: dict[tuple[int, int], Replica] = {}
         self._vacated: list[tuple[int, int, Ticket]] = []  # freed frames that may still be read
@@ -148,6 +148,17 @@ class Arena:
             return replica, [self._device.mark()]
         return replica, self._readers(start, start + bucket.granules)
 
+    def stand(self, replica: Replica) -> Replica:
+        """Take a replica that needs no frames; returns it."""
+        self.by_storage[replica.cdata] = self.replicas[replica.bucket.id] = replica
+        return replica
+
+    def leave(self, replica: Replica) -> None:
+        """Undo `stand`."""
+        replica.exposed = False
+        del self.replicas[replica.bucket.id]
+        del self.by_storage[replica.cdata]
+
     def give_back(self, replica: Replica, why: str) -> None:
         """Take a replica off the books."""
         bucket = replica.bucket
@@ -192,7 +203,7 @@ class Arena:
                     slab, at = self._device.arena(n_bytes), 0
                 piece = slab.carve(at, n_bytes)
                 wire = slab.carve(at, n_bytes) if bucket.n_shares > 1 else None
-                shell = Replica(bucket, start, piece, self._table, wire)
+                shell = Replica(bucket, start, piece, self.table, wire)
             self.by_storage[shell.cdata] = shell
         if start != APART:
             self._shells[key] = shell
@@ -264,7 +275,8 @@ class Arena:
     def restate(self) -> None:
         """Log the residents, for a log that begins here."""
         for replica in self.replicas.values():
-            self._note(What.ALLOC, replica.bucket, "before")
+            if replica.granules:
+                self._note(What.ALLOC, replica.bucket, "before")
 
     def _note(self, what: What, bucket: Bucket, why: str) -> None:
         self._log.now(
@@ -279,8 +291,8 @@ class Arena:
     def _no_room(self, bucket: Bucket, n_spare: int) -> OutOfMemory:
         name = self._layout.unit_names[bucket.unit]
         replicas = self.replicas.values()
-        pinned = sum(r.bucket.n_bytes for r in replicas if r.pins)
-        leased = sum(r.bucket.n_bytes for r in replicas if not r.pins and r.leased)
+        pinned = sum(r.n_bytes for r in replicas if r.pins)
+        leased = sum(r.n_bytes for r in replicas if not r.pins and r.leased)
         need, have = bucket.n_bytes, (self.limit + n_spare) * self._layout.chunk_numel
         more = max(need + pinned + leased - have, need)
         advice = f"raise hbm= by at least {format_bytes(more)}"
@@ -291,7 +303,7 @@ class Arena:
             f" {format_bytes(pinned)} are pinned and {format_bytes(leased)} are held as leases by"
             " views of parameters that are still alive",
             advice=advice,
-            moves=self._table.moves(),
+            moves=self.table.moves(),
             tier="HBM",
             needed_bytes=(self._ledger.budgets.get(Tier.HBM) or have) + more,
         )

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -31,6 +31,25 @@ ABSENT, FILLING, CLEAN, DIRTY, FLUSHING = CopyState
 UNDO = "undo"  # why a fetch overwrites a DIRTY replica
 
 
+class Way(Protocol):
+    """Keeps a replica and its home the same."""
+
+    def expose(self, replica: Any) -> None:
+        """The user's code may write a replica from now on without a trace."""
+
+    def written(self, replica: Any) -> None:
+        """A replica was written."""
+
+    def flush(self, replica: Any, copy: HomeCopy) -> None:
+        """Bring the writes to a replica home, and return when they are there."""
+
+    def refetch(self, replica: Any, copy: HomeCopy) -> None:
+        """Let a replica that is held show what is at home."""
+
+    def undo(self, replica: Any, copy: HomeCopy) -> None:
+        """Undo the writes to a replica that is held, since its last flush."""
+
+
 class LocalBelow:
     """Fetches replicas from their homes and flushes them there. ``counts`` are the manager's; codes
     are decoded in ``workspace``."""
@@ -49,6 +68,14 @@ class LocalBelow:
         self._events = events
         self._workspace = workspace
         self._counts = counts
+
+    def expose(self, replica: Replica) -> None:
+        """See [Note: exposed bytes]."""
+        replica.exposed = True
+
+    def written(self, replica: Replica) -> None:
+        """See [Note: written codes]."""
+        replica.exposed |= not replica.bucket.codec.exact
 
     def fetch(self, replica: Replica, copy: HomeCopy, after: Iterable[Ticket], why: str) -> None:
         """Queue copies of the whole home up; call `wait_fetch` before the first read."""
@@ -90,6 +117,10 @@ class LocalBelow:
         """Fetch the home's present bytes into a replica, in place, so that leases see them too."""
         self.fetch(replica, copy, (self._device.mark(),), why)
         self.wait_fetch(replica)
+
+    def undo(self, replica: Replica, copy: HomeCopy) -> None:
+        """Fetch what is at home over what was written."""
+        self.refetch(replica, copy, UNDO if replica.dirty else "refresh")
 
     def wait_reader(self, copy: HomeCopy) -> None:
         """Block the host until the last fetch from a home has read it: a thread writes next. If

@@ -15,8 +15,9 @@ HOST_PLACE = torch.device("cpu")
 
 
 class OnDevice(Home):
-    """Of homes on the device, of a model that pages: compute updates them, and frames are filled
-    from them within HBM. State dicts and saves get copies of them on HOST, as of homes on disk."""
+    """Of homes on the device, of a model that pages: compute updates them, and reads weights there
+    ([Note: read at home]) or in frames filled within HBM. State dicts and saves get copies of them
+    on HOST, as of homes on disk."""
 
     __slots__ = ()
     on_device = True
@@ -74,6 +75,10 @@ class DeviceHome(OnDevice):
     ) -> None:
         super().__init__(slab, bucket, dtype, codec)
         self._begin(device)
+
+    @property
+    def is_readable(self) -> bool:
+        return self.codec.exact
 
     def value(self, segment: Segment) -> torch.Tensor:
         return self.view(segment)

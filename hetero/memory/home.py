@@ -170,6 +170,11 @@ class Home:
         """Whether views always show the values: in memory, and not coded."""
         return self.stays and self.codec.exact
 
+    @property
+    def is_readable(self) -> bool:
+        """Whether compute may read its weights where they are, while the model pages."""
+        return False
+
     def items(self, start: int, end: int) -> slice:
         """Return elements [start, end) of the bucket in items; ``start`` begins a block."""
         return slice(self.codec.items(start), self.codec.items(end))
@@ -187,6 +192,10 @@ class Home:
     def part(self, run: slice) -> torch.Tensor:
         """Return a run of its items, 1-D."""
         return self._flat[run]
+
+    def whole(self) -> torch.Tensor:
+        """Return all of its bytes, as a tensor with a storage of its own."""
+        return self._slab.carve(0, self._flat.nbytes)
 
     def view(self, segment: Segment) -> torch.Tensor:
         """Return a segment's own tensor, the same object each time."""

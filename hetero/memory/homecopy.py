@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
+import torch
+
 from hetero.device import Ticket
 from hetero.errors import TransferError, too_early
 from hetero.events import EventLog, What
@@ -42,6 +44,11 @@ class HomeEvents(NamedTuple):
     """Elements [start, end) at home are about to be overwritten; the result is called after."""
     written: Callable[[Segment], None]
     """A parameter was written at home, through a state dict."""
+    wrote: Callable[[Bucket, torch.Tensor | None], None]
+    """A bucket was written at home, where compute reads it. From its first element on it was as
+    given; None: only parameters that were noted as written were."""
+    saving: Callable[[int], bool]
+    """Whether a save has yet to read a bucket's homes."""
     updated: Callable[[Bucket], None]
     """An update of a bucket is finished."""
 

@@ -16,7 +16,8 @@ from hetero.device.comm import ALONE_COMM, Comm
 from hetero.errors import BudgetError, ConfigError, StateError, StorageError
 from hetero.memory import shown
 from hetero.memory.arena import Arena
-from hetero.memory.below import UNDO, LocalBelow, SharedBelow
+from hetero.memory.athome import AtHome, AtHomeBelow
+from hetero.memory.below import LocalBelow, SharedBelow, Way
 from hetero.memory.chunk import CopyTable
 from hetero.memory.codec import Workspace
 from hetero.memory.frame import FramePlace
@@ -84,23 +85,32 @@ class ChunkManager:
         self._is_gathered = store.is_gathered
         make = partial(SharedBelow, comm) if self._is_gathered else LocalBelow
         self._below = make(device, link, events=events, workspace=workspace, counts=self.counts)
+        self._at_home = AtHomeBelow(self.copies, self.arena, device, events, self.counts)
 
     # -- pins ------------------------------------------------------------------------------------
 
-    def pin(self, ids: Sequence[int], why: str, spare: Callable[[], int] = lambda: 0) -> None:
+    def pin(
+        self,
+        ids: Sequence[int],
+        why: str,
+        spare: Callable[[], int] = lambda: 0,
+        *,
+        in_frames: bool = False,
+    ) -> None:
         """Make the buckets resident and hold them; a miss is fetched on demand.
 
+        ``in_frames``: in frames, even where compute could read them at home.
         ``spare`` returns the number of extra frames allowed now, and ``more`` of the constructor
         those for which something else gives way (see [Note: replicas apart]).
         Raises BudgetError, with nothing pinned, if they do not fit next to those that are held.
         """
         try:
-            held = self._hold(ids, why)
+            held = self._hold(ids, why, in_frames=in_frames)
         except BudgetError:
             # Held replicas may split the free frames: evict all the others and try again.
             self.evict_all()
             self.arena.grow(sum(self.layout.buckets[b].granules for b in ids))
-            held = self._hold(ids, why, lambda: spare() or self._more())
+            held = self._hold(ids, why, lambda: spare() or self._more(), in_frames=in_frames)
         self.arena.touch(held)
         for replica in held:
             if replica.ready is not None:
@@ -109,7 +119,12 @@ class ChunkManager:
                 self._device.check_read(replica.bytes)
 
     def _hold(
-        self, ids: Sequence[int], why: str, spare: Callable[[], int] = lambda: 0
+        self,
+        ids: Sequence[int],
+        why: str,
+        spare: Callable[[], int] = lambda: 0,
+        *,
+        in_frames: bool,
     ) -> list[Replica]:
         """Pin the buckets, fetching the missing ones; pins nothing if one of them fails."""
         held: list[Replica] = []
@@ -121,7 +136,7 @@ class ChunkManager:
                 if copy.is_shown:
                     self._adopt_writes(bucket_id)
                     self._fetch_unseen_writes(bucket_id)
-                replica = self.replicas.get(bucket_id)
+                replica = self._there(bucket_id, in_frames=in_frames)
                 if replica is not None and replica.exposed and not replica.bucket.codec.exact:
                     self.flush_and_wait(bucket_id)  # see [Note: written codes]
                 if replica is None:
@@ -138,13 +153,36 @@ class ChunkManager:
             raise
         return held
 
+    def _there(self, bucket_id: int, *, in_frames: bool) -> Replica | None:
+        """Return what holds a bucket's weights on the device: a replica, or its home."""
+        replica = self.replicas.get(bucket_id)
+        if not isinstance(replica, AtHome):
+            if replica is not None or in_frames or not self._at_home.serves(bucket_id):
+                return replica
+            self.finish_update(bucket_id)
+            return self._at_home.stand(bucket_id)
+        if replica.may_leave and (in_frames or not self._at_home.serves(bucket_id)):
+            self.evict(bucket_id)
+            return None
+        if in_frames:  # an access goes on, and what the user's code writes now may be undone
+            self.expose(bucket_id)
+        return replica
+
+    def expose(self, bucket_id: int) -> None:
+        """The user's code may write a replica from now on without a trace."""
+        self._way(self.replicas[bucket_id]).expose(self.replicas[bucket_id])
+
+    def _way(self, replica: Replica) -> Way:
+        """Return what keeps a replica and its home the same."""
+        return self._at_home if isinstance(replica, AtHome) else self._below
+
     def watch(self, ids: Iterable[int]) -> None:
         """Expose unbound, pinned replicas with views: a view may go before the last pin does, and
         its writes would leave no trace."""
         for bucket_id in ids:
             replica = self.replicas.get(bucket_id)
             if replica is not None and replica.pins and replica.leased:
-                replica.exposed = True
+                self.expose(bucket_id)
 
     def unpin(self, ids: Iterable[int]) -> None:
         """Drop one pin per bucket; at zero, mark when the device is done with the frames. The
@@ -155,7 +193,7 @@ class ChunkManager:
             if replica.pins == 0:
                 replica.idle = self._device.mark()
                 if replica.leased:
-                    replica.exposed = True
+                    self.expose(bucket_id)
                 if self.copies[bucket_id].exposed is not None:
                     self.flush_and_wait(bucket_id)  # the user may read or write the home next
 
@@ -166,6 +204,8 @@ class ChunkManager:
     ) -> bool:
         """Fetch a bucket into the frames at ``start``; False if a replica there must stay. Buckets
         in ``leave`` are evicted as well, wherever they stand, unless they are held."""
+        if self._at_home.serves(bucket_id):
+            return True
         for other in leave:
             if other in self.replicas and self.replicas[other].may_leave:
                 self.evict(other)
@@ -200,7 +240,7 @@ class ChunkManager:
         replica = self.replicas.get(bucket_id)
         if replica is not None:
             self._below.wait_fetch(replica)
-            self._below.flush(replica, self.copies[bucket_id])
+            self._way(replica).flush(replica, self.copies[bucket_id])
             self._drop(replica, why)
 
     def evict_all(self, which: Callable[[Replica], bool] = lambda r: True) -> int:
@@ -208,10 +248,13 @@ class ChunkManager:
         for bucket_id, replica in list(self.replicas.items()):
             if replica.may_leave and which(replica):
                 self.evict(bucket_id)
-        return sum(replica.bucket.n_bytes for replica in self.replicas.values())
+        return sum(replica.n_bytes for replica in self.replicas.values())
 
     def _drop(self, replica: Replica, why: str) -> None:
         replica.move(CopyState.ABSENT, why)
+        if isinstance(replica, AtHome):
+            self.arena.leave(replica)
+            return
         self.counts[why] += 1
         self.arena.give_back(replica, why)
         poison = self._paranoid or self._device.name == "cpu:sim"
@@ -224,7 +267,7 @@ class ChunkManager:
             self.table.transition(bucket_id, Tier.HBM, CopyState.DIRTY, "write")  # which raises
             return
         replica.write(start, end)
-        replica.exposed |= not replica.bucket.codec.exact  # see [Note: written codes]
+        self._way(replica).written(replica)
 
     def flush_and_wait(self, bucket_id: int) -> None:
         """Bring the home up to date and wait until no copy reads it; the replica stays."""
@@ -237,16 +280,15 @@ class ChunkManager:
             if not replica.dirty:
                 self._adopt_writes(bucket_id)
             if bucket_id in self.replicas:
-                self._below.flush(replica, self.copies[bucket_id])
-            replica.exposed = replica.leased
+                self._way(replica).flush(replica, self.copies[bucket_id])
+            replica.settle()
         self._adopt_writes(bucket_id)
 
     def discard_writes(self, bucket_id: int) -> None:
         """Undo the writes to an unpinned replica since its last flush."""
         replica = self.replicas[bucket_id]
         if replica.leased:
-            why = UNDO if replica.dirty else "refresh"
-            self._below.refetch(replica, self.copies[bucket_id], why)
+            self._way(replica).undo(replica, self.copies[bucket_id])
         else:
             self._drop(replica, "discard")
 
@@ -326,8 +368,21 @@ class ChunkManager:
         return self.copies[bucket_id].home
 
     def rehome(self, bucket_id: int, home: Home) -> None:
-        """The bytes of a home have moved to another; the replica stays."""
+        """The bytes of a home have moved to another; a replica in frames stays."""
+        replica = self.replicas.get(bucket_id)
+        if isinstance(replica, AtHome):
+            self._drop(replica, "discard")
+        self._at_home.forget(bucket_id)
         self.copies[bucket_id].rehome(home)
+
+    def bound_at_home(self) -> list[int]:
+        """Return the buckets that compute, or the user's code, uses at home now."""
+        return [bucket_id for bucket_id in self.replicas if self.is_bound_at_home(bucket_id)]
+
+    def is_bound_at_home(self, bucket_id: int) -> bool:
+        """Whether a bucket is one of `bound_at_home`."""
+        replica = self.replicas.get(bucket_id)
+        return isinstance(replica, AtHome) and not replica.may_leave
 
     def refresh(self, bucket_id: int) -> None:
         """The home was written: discard the replica, or refresh it if it is held."""
@@ -340,7 +395,7 @@ class ChunkManager:
         if replica.may_leave:
             self._drop(replica, "discard")
         else:
-            self._below.refetch(replica, copy)
+            self._way(replica).refetch(replica, copy)
 
     def adopt_home_writes(self, *, held: bool = True) -> None:
         """Take the writes to homes through state dicts. Without ``held``, take only those to copies
@@ -379,7 +434,7 @@ class ChunkManager:
         replica = self.replicas.get(bucket_id)
         if replica is not None and replica.is_news:
             self._below.wait_fetch(replica)
-            self._below.flush(replica, copy)  # the other segments: these are overwritten
+            self._way(replica).flush(replica, copy)  # the other segments: these are overwritten
         try:
             for segment in written:
                 shown.take(copy.home, segment)
@@ -409,7 +464,7 @@ class ChunkManager:
         """Change the number of frames, those of held replicas apart included; False, with nothing
         changed, while replicas in the arena are held, or if the device has no memory for more."""
         replicas = self.replicas.values()
-        apart = sum(r.bucket.granules for r in replicas if r.is_apart and not r.may_leave)
+        apart = sum(r.granules for r in replicas if r.is_apart and not r.may_leave)
         if self.arena.held_inside or limit < apart:
             return False
         self.evict_all()

@@ -62,6 +62,16 @@ class Replica:
         self.baseline = use_count(piece)
 
     @property
+    def granules(self) -> int:
+        """Frames that it takes, of the arena's size."""
+        return self.bucket.granules
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of HBM that it takes."""
+        return self.bucket.n_bytes
+
+    @property
     def leased(self) -> bool:
         """Whether the user's code still holds a view; only meaningful while unbound."""
         # A fetch under way holds the frames too; the user has not seen its bytes yet.
@@ -90,6 +100,10 @@ class Replica:
         self._table.transition(self.bucket.id, Tier.HBM, state, why)
         if state in (CopyState.ABSENT, CopyState.FILLING, CopyState.CLEAN):
             self.dirty.clear()
+
+    def settle(self) -> None:
+        """Its bytes are at home: only a lease still exposes them."""
+        self.exposed = self.leased
 
     def write(self, start: int, end: int) -> None:
         """Note that elements [start, end) were written here."""

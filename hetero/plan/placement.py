@@ -1,7 +1,7 @@
 """Placement: which homes HBM and HOST hold, and which go to disk (floor 1, policy; no torch).
 
 A bucket whose homes are all on HBM crosses no link and takes no time of the CPU: its weights are
-copied within HBM, its gradients stay there, and it is updated there.
+read there, its gradients stay there, and it is updated there.
 
 A byte of optimizer state or gradient moves twice a step, a byte of a parameter up to three times,
 and the device waits for parameters. So HOST is given to parameters first, then to gradients, then

@@ -21,6 +21,7 @@ from hetero.train.update.kernel import join
 from hetero.types import Kind, Lane, Tier
 from tests.emulator import fake
 from tests.equivalence.blocks import EACH, UNITS, OneMatrix, Run, check_save_under_way
+from tests.equivalence.meddling import BLOCKS, Meddles, nine_steps
 
 
 @pytest.fixture(autouse=True)
@@ -90,13 +91,25 @@ def test_bits_do_not_depend_on_where_homes_are(
     assert up.most and not down.most
 
 
+@pytest.mark.campaign(seconds=3)
+@pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.__name__)
+def test_writes_inside_of_units_are_in_order_where_weights_are_read_at_home(
+    block: type[Meddles], tmp_path: Path, watched: None
+) -> None:
+    up, down = (run_on(homes, block=block) for homes in (None, False))
+    for run in (up, down):
+        nine_steps(run)
+    assert up.bits() == down.bits() and up.on_hbm
+    check_save_under_way(up, run_on(None, block=block), tmp_path)
+
+
 def test_a_steady_step_waits_for_no_copy_of_homes_on_hbm(watched: None) -> None:
     run = run_on(None)
     for number in range(12):
         run.step(number, clip=1.0)
     assert run.on_hbm
     stats = engine_of(run.model).setup.stats
-    assert stats.n_bytes[Lane.D2D] and stats.counts["miss"] == 0
+    assert not stats.n_bytes[Lane.D2D] and stats.counts["miss"] == 0
 
 
 def test_clipped_sums_keep_their_homes_on_hbm_and_only_others_come_up_for_their_norm(

@@ -28,9 +28,9 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 class Blocks(nn.Module):
     """Units of equal size, of which some of the homes fit on HBM."""
 
-    def __init__(self) -> None:
+    def __init__(self, block: type[nn.Linear] = nn.Linear) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(UNITS))
+        self.blocks = nn.ModuleList(block(WIDTH, WIDTH) for _ in range(UNITS))
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -61,10 +61,11 @@ class Run:
         passing: float | None = None,
         worker: Worker | None = None,
         pause: Slice | None = None,
+        block: type[nn.Linear] = nn.Linear,
         **settings: Any,
     ) -> None:
         torch.manual_seed(5)
-        model = Blocks()
+        model = Blocks(block)
         settings = {"activations": "keep", "chunk_bytes": 4096, **settings}
         config = Config.load(device=device, hbm=hbm, **settings)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

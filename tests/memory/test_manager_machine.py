@@ -77,6 +77,8 @@ NO_EVENTS = HomeEvents(
     writing=lambda bucket_id: None,
     overwriting=lambda bucket, start, end: lambda: None,
     written=lambda segment: None,
+    wrote=lambda bucket, before: None,
+    saving=lambda bucket_id: False,
     updated=lambda bucket: None,
 )
 
@@ -921,7 +923,13 @@ def test_events_tell_of_writes_before_and_after_they_come_home() -> None:
     def note(word: str) -> Callable[[object], None]:
         return lambda what: told.append((word, getattr(what, "position", what)))
 
-    world = World(events=HomeEvents(note("writing"), overwriting, note("written"), note("updated")))
+    events = NO_EVENTS._replace(
+        writing=note("writing"),
+        overwriting=overwriting,
+        written=note("written"),
+        updated=note("updated"),
+    )
+    world = World(events=events)
     world.scribble(0, 3, 4)
     world.manager.flush_and_wait(0)
     assert told == [("writing", 0), ("before", 0, 0, 16), ("after", 0)]

@@ -250,7 +250,7 @@ class SavedViews:
         if graph_task() != NO_TASK:
             self._backward.touch(bucket)
             return self._view(bucket, segment.offset, saved)
-        self._fetches.pin((bucket,), "saved")
+        self._fetches.pin((bucket,), "saved", in_frames=True)
         view = self._view(bucket, segment.offset, saved)
         self._pages.manager.unpin((bucket,))
         return view

@@ -56,7 +56,14 @@ class Fetches:
         self.late = Late()
         self._manager = manager
 
-    def pin(self, buckets: Sequence[int], why: str, spare: Callable[[], int] = lambda: 0) -> None:
+    def pin(
+        self,
+        buckets: Sequence[int],
+        why: str,
+        spare: Callable[[], int] = lambda: 0,
+        *,
+        in_frames: bool = False,
+    ) -> None:
         """Pin buckets; if their fetches are late, issue those up to theirs first, as planned."""
         late, replicas = self.late, self._manager.replicas
         missing = [b for b in buckets if b not in replicas] if late.ops else []
@@ -64,7 +71,7 @@ class Fetches:
             while missing and any(bucket in late for bucket in missing):
                 op = late.pop()
                 self._manager.prefetch(op.bucket, op.start, op.evict)
-            self._manager.pin(buckets, why, spare)
+            self._manager.pin(buckets, why, spare, in_frames=in_frames)
 
     def follow(
         self, phase: Phase, unit: int, buckets: tuple[int, ...], calls: Sequence[Phase] = ()

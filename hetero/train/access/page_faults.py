@@ -102,7 +102,7 @@ class PageFaults:
 
     def alias(self, param: nn.Parameter) -> torch.Tensor:
         """Return ``param.data`` of a bound parameter; writes through it are not counted."""
-        self._pages.manager.replicas[self._pages.home(param)[0]].exposed = True
+        self._pages.manager.expose(self._pages.home(param)[0])
         return self._parts.data(param)
 
     def assign(self, param: nn.Parameter, value: torch.Tensor) -> None:

@@ -188,7 +188,7 @@ class Runtime:
     @contextmanager
     def lend(self, buckets: Sequence[int], why: str) -> Iterator[None]:
         """Hold buckets and bind their parameters inside a block."""
-        self.fetches.pin(buckets, why, self._spare)
+        self.fetches.pin(buckets, why, self._spare, in_frames=True)  # they may be written
         self.pages.bind(buckets)
         try:
             yield

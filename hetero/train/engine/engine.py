@@ -144,7 +144,8 @@ class Engine:
         self.steps.refuse_early("the model is saved")
         self.steps.take_copies()
         plain = self.residence.updates_in_place
-        self.setup.saver.begin(saving, self.setup.store, paged=not plain)
+        bound = self.residence.bound_at_home()
+        self.setup.saver.begin(saving, self.setup.store, paged=not plain, bound=bound)
 
     def saved_masters(self) -> dict[int, torch.Tensor]:
         """Return the ``low`` of each master, for a state dict, by the parameter's id."""

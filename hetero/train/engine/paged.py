@@ -267,6 +267,10 @@ class Paged:
         """Bring a home up to date."""
         self.manager.flush_and_wait(bucket_id)
 
+    def bound_at_home(self) -> Sequence[int]:
+        """Return the buckets whose homes may be written unseen now."""
+        return self.manager.bound_at_home()
+
     def update_of(self, bucket_id: int) -> Job | None:
         """Return a bucket's update that is under way, if there is one."""
         work: Job | None = self.manager.copies[bucket_id].update
@@ -330,6 +334,8 @@ def make_manager(
             writing=setup.saver.wait_for,
             overwriting=setup.masters.overwriting,
             written=setup.masters.reset,
+            wrote=setup.masters.wrote,
+            saving=lambda bucket: bool(setup.saver.jobs_before(bucket)),
             updated=trained.grads.release,
         ),
         limit=hbm.fewest_frames,

@@ -87,6 +87,8 @@ class Rehoming:
         copy = self._manager.copies[bucket.id]
         if copy.is_shown or copy.home.views.held or self.optimizer is None:
             return True
+        if self._manager.is_bound_at_home(bucket.id):
+            return True
         return is_seen(self._setup, bucket, self.optimizer)
 
     def lower(self, wanted: Collection[int]) -> None:

@@ -95,6 +95,10 @@ class Resident:
     def quiesce(self) -> None:
         """Bring gradients home, and note writes to parameters."""
 
+    def bound_at_home(self) -> Sequence[int]:
+        """Return none: all of them may be."""
+        return ()
+
     def divide(self, groups: Sequence[Group]) -> None:
         """HBM is not divided: everything fits."""
 

@@ -368,16 +368,19 @@ class Saver:
         """That may not be durable yet."""
         self._saving: Saving | None = None
 
-    def begin(self, saving: Saving, store: HomeStore, *, paged: bool) -> None:
+    def begin(self, saving: Saving, store: HomeStore, *, paged: bool, bound: Iterable[int]) -> None:
         """Begin a save: homes change only after it has read them.
 
-        Plain parameters, and homes that a state dict shows, may change unseen: read them at once.
+        Plain parameters, and homes that a state dict shows, or of buckets ``bound`` there, may
+        change unseen: read them at once.
         """
         self.finish()
         self._saving = saving
         if not paged:
             self.finish()
             return
+        for bucket_id in bound:
+            saving.wait_for(bucket_id)
         for (_, bucket_id), home in list(store.homes.items()):
             if home.stays and (home.views.held or home.views.objects_held):
                 saving.wait_for(bucket_id)

@@ -252,6 +252,19 @@ class Masters:
 
         return landed
 
+    def wrote(self, bucket: Bucket, before: torch.Tensor | None) -> None:
+        """Weights were written at home; ``before``: what they were, if more than those of `written`
+        may have been."""
+        if not bucket.has_master:
+            return
+        with host_work():
+            if before is not None:
+                self.reset_changed(bucket, 0, before)
+            for segment in bucket.segments:
+                if segment.index in self._written:
+                    self.reset(segment)
+                    self._written.discard(segment.index)
+
     def _before(self, bucket: Bucket, start: int, end: int) -> torch.Tensor:
         """Return a copy of weights that are about to be overwritten; keep it until masters follow.
 
