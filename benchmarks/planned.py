@@ -110,8 +110,7 @@ def row(model: str, machine: str, tokens: int, settings: Mapping[str, Any]) -> R
 def within(model: str, samples: int, given: Mapping[str, Any]) -> Plan | None:
     """Return the plan of a step that its budgets hold; None, if they do not, without a search for
     larger ones."""
-    known = Config.load(None, **given)
-    described = describe(MODELS[model], (samples, SEQUENCE), plain=False)  # its loss is fused
+    known, described = Config.load(None, **given), describe(MODELS[model], (samples, SEQUENCE))
     scene = scene_of(described, None, None, known, machine(known))
     try:
         found = rehearse(scene)

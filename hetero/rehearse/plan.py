@@ -187,9 +187,7 @@ def plan(
     known = Config.load(config, **settings)
     profile = machine(known)
     refuse_stages(known.mesh, "hetero.plan of a module", "use `hetero plan NAME --mesh ...`")
-    # PEFT, and a loss that is fused, know models of transformers
-    plain = lora_rank is None and not known.fused_loss
-    described = describe(model_or_config, batch, plain=plain)
+    described = describe(model_or_config, batch, plain=lora_rank is None)  # PEFT knows its own
     if lora_rank is not None:
         described = replace(described, model=adapted(described.model, lora_rank, optimizer))
     if isinstance(optimizer, str):

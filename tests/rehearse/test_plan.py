@@ -49,20 +49,6 @@ def tier(found: Plan, name: str) -> Any:
 # -- what it takes -------------------------------------------------------------------------------
 
 
-def test_a_configuration_is_planned_with_its_loss_fused() -> None:
-    """Of a model in plain torch, hetero does not know head and loss: transformers builds this."""
-    llama = {
-        "model_type": "llama",
-        "vocab_size": 512,
-        "hidden_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "intermediate_size": 64,
-    }
-    found = plan(llama, (2, 128), profile=CPU, estimates=False, fused_loss=True)
-    assert found.fits
-
-
 def test_a_module_and_a_batch_are_planned_on_a_machine_without_running_them() -> None:
     found = planned()
 
