@@ -109,7 +109,9 @@ def prepare_tuned(
         undo.callback(engine.release)
         pipeline.meet("prepare")
         undo.pop_all()
-    engine.setup.joins(pipeline.company, pipeline.close, context.close)
+    setup = engine.setup
+    norms = pipeline.norms(setup.parts, setup.device.torch_device)
+    setup.joins(pipeline.company, norms, pipeline.close, context.close)
     return model if optimizer is None else (model, engine.optimizer)
 
 
