@@ -380,7 +380,8 @@ class Status:
 
 def axes_of(engine: Engine) -> dict[str, int]:
     """Return the ranks of a model along each axis; empty for one that is alone."""
-    return along_axes(engine.setup.comm, max(1, len(engine.setup.parts.ranks)))
+    setup = engine.setup
+    return along_axes(setup.comm, max(1, len(setup.parts.ranks)), setup.everyone.size)
 
 
 def update_place(engine: Engine) -> str:

@@ -73,6 +73,8 @@ class Pipeline:
         self._news, self._waits = self._talks.news, self._talks.waits
         self._seen: weakref.WeakSet[Any] = weakref.WeakSet()
         self._aside: Aside | None = None
+        self.polls = True
+        """Whether the schedule that runs has works of gloo; those of NCCL order streams."""
         self._close = weakref.finalize(self, install(guards()))
         _pipelines.add(self)
 
@@ -123,6 +125,7 @@ class Pipeline:
                     if not stage.is_last:
                         look = functools.partial(check_output, stage.stage_index)
                         stack.callback(after_next_forward(stage.submod, look))
+            self.polls = all(dist.get_backend(stage.group) == "gloo" for stage in stages)
             _running.append(self)
             try:
                 yield
@@ -293,7 +296,7 @@ def _polling(wait: Callable[[list[dist.Work]], None]) -> Callable[[list[dist.Wor
 
     @functools.wraps(wait)
     def polled(works: list[dist.Work]) -> None:
-        if _running and dist.get_backend() == "gloo":
+        if _running and _running[-1].polls:
             _running[-1].wait(works)
         else:
             wait(works)

@@ -208,12 +208,16 @@ def ranks_of(kind: Any, n_ranks: int, stages_per_rank: int | None) -> list[int]:
     return [*ranks, *reversed(ranks)] if is_v else ranks * n_loops
 
 
-def pipeline_group(mesh: Any, world: int, n_ranks: int) -> Any:
-    """Return the process group of this rank's pipeline; None if that is the default one."""
-    if n_ranks == world:
+def pipeline_group(mesh: Any, world: int, n_ranks: int, backend: str | None = None) -> Any:
+    """Return the process group of this rank's pipeline; None if that is the default one.
+
+    ``backend``: of a group of its own. Collective.
+    """
+    if n_ranks == world and backend is None:
         return None
-    if isinstance(mesh, DeviceMesh):
+    if isinstance(mesh, DeviceMesh) and backend is None:
         return mesh[STAGES].get_group()
     each = world // n_ranks
-    groups = [dist.new_group(list(range(first, world, each))) for first in range(each)]
+    rows = [list(range(first, world, each)) for first in range(each)]
+    groups = [dist.new_group(row, backend=backend) for row in rows]
     return groups[dist.get_rank() % each]
