@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import nn
 
-from hetero.api import backward, company_of
+from hetero.api import backward, company_of, no_sync
 from hetero.export import materialised
 from hetero.recipes.passes import Passes
 from hetero.recipes.setup import Size, size_of
@@ -54,15 +55,20 @@ class Loop:
     task: Task
     place: torch.device
     passes: Passes
+    exchange: str
+    """"pass" or "step": when ranks exchange gradients."""
 
     def learn(self, batches: Sequence[Batch], step: int) -> list[torch.Tensor]:
         weights, found = weights_of(batches, self.passes.size), []
-        for number, batch in self.passes.mine(batches):
+        mine = self.passes.mine(batches)
+        for number, batch in mine:
             self.passes.begin(step, number)
-            loss, weight = self.task.loss(batch, self.place), weights[number]
-            if weight is not None:
-                loss = loss * weight
-            backward(loss)  # loss.backward() with fp16's loss scaling
+            kept = self.exchange == "step" and number != mine[-1][0]
+            with no_sync(self.task.model) if kept else nullcontext():
+                loss, weight = self.task.loss(batch, self.place), weights[number]
+                if weight is not None:
+                    loss = loss * weight
+                backward(loss)  # loss.backward() with fp16's loss scaling
             found.append(loss.detach())
         return found
 

@@ -133,7 +133,6 @@ class Scheduled:
     Args:
         staged: whose stages are prepared.
         n_tensor: ranks that divide a tensor, which make the same passes.
-        n_passes: of a step, of all ranks.
     """
 
     def __init__(
@@ -143,7 +142,7 @@ class Scheduled:
         place: torch.device,
         passes: Passes,
         n_tensor: int,
-        n_passes: int,
+        options: TrainOptions,
     ) -> None:
         self._task, self._ranks, self._place, self._passes = staged.task, ranks, place, passes
         self._names = staged.names
@@ -157,9 +156,13 @@ class Scheduled:
         n_stage = ranks.size // found.cut.n_ranks
         self._firsts = range(0, ranks.size, n_stage)  # of the ranks of each stage
         self._lasts = range(ranks.size - n_stage, ranks.size, n_tensor)  # who have losses
-        self._n_mine = n_passes // passes.size
-        weighted = {"device": place, "scale_grads": False}  # losses have their weights
-        self._schedule = found.schedule(self._n_mine, weighted_loss, **weighted)
+        self._n_mine = options.accumulate // passes.size
+        self._schedule = found.schedule(
+            *(self._n_mine, weighted_loss),
+            device=place,
+            exchange=options.exchange,
+            scale_grads=False,  # losses have their weights
+        )
         self._evaluating: dict[Any, Any] = {}
 
     def learn(self, batches: Sequence[Batch], step: int) -> list[torch.Tensor]:

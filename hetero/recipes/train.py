@@ -49,7 +49,7 @@ SMOOTHED = 10  # steps in the mean reported as the last loss
 DECIDING = (  # options that change the numbers
     *("task", "seq", "checkpoint_blocks", "lora_rank", "lora_alpha", "lora_targets"),
     *("lora_dropout", "optimizer", "lr", "schedule", "warmup", "weight_decay", "max_grad_norm"),
-    *("batch", "accumulate", "seed", "width", "layers", "heads"),
+    *("batch", "accumulate", "exchange", "seed", "width", "layers", "heads"),
 )
 COMPUTING = (  # settings that do
     *("precision", "keep_fp32", "frozen", "keep_exact", "micro_batch", "tile", "fused_loss"),
@@ -114,9 +114,9 @@ def train_on(
     place = open_device(settled.config.device).torch_device
     setup = engine_of(task.model).setup
     passes = Passes(setup.comm, setup.everyone, options.accumulate, options.seed)
-    learner: Learner = Loop(task, place, passes)
+    learner: Learner = Loop(task, place, passes, options.exchange)
     if cut is not None:
-        learner = Scheduled(cut, ranks, place, passes, n_tensor, options.accumulate)
+        learner = Scheduled(cut, ranks, place, passes, n_tensor, options)
     run = TrainRun(task, optimizer, options, folder, deciding, learner, passes)
     if options.resume:
         run.resume()
@@ -335,7 +335,7 @@ def check_run(folder: Path, here: Mapping[str, Any]) -> int | None:
     there = extra.get("run") if isinstance(extra, dict) else None
     if not isinstance(extra, dict) or not isinstance(there, dict):
         raise ConfigError(f"{folder} is no run of hetero train", advice="name the run's folder")
-    there = {"sum_group": 1, "tp": 1, **there}  # older runs have no such keys
+    there = {"sum_group": 1, "tp": 1, "exchange": "pass", **there}  # older runs have no such keys
     other = [
         f"{k} was {there.get(k)} and is {v}"
         for k, v in here.items()

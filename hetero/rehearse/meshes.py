@@ -118,6 +118,8 @@ class MeshPlan:
     n_ranks: int
     n_passes: int
     schedule: str
+    exchange: str
+    """"step" or "pass": after which ranks exchange gradients."""
     fits: bool
     stages: tuple[StagePlan, ...]
     step_seconds: float
@@ -154,8 +156,9 @@ class MeshPlan:
         line = f"{what}, optimizer = hetero.prepare({what}, optimizer, mesh={mesh!r}{given})"
         if STAGES not in mesh:
             return f"{line}  # {self.n_passes} passes a step"
-        kind = {"1f1b": "Schedule1F1B", "gpipe": "ScheduleGPipe"}[self.schedule]
-        return f"{line}; schedule = {kind}(stage, {self.n_passes})"
+        given = f", exchange={self.exchange!r}" if self.mesh.get(SHARD, 1) > 1 else ""
+        kind = {"1f1b": "1F1B", "gpipe": "GPipe"}[self.schedule]
+        return f"{line}; schedule = found.schedule({self.n_passes}, loss_of{given})  # {kind}"
 
     def as_json(self) -> dict[str, Any]:
         """Return it as plain data."""
@@ -372,6 +375,7 @@ def drawn(work: MeshWork, stages: Sequence[RehearsedStage]) -> MeshPlan:
         n_ranks=work.n_ranks,
         n_passes=n,
         schedule=work.schedule,
+        exchange=work.exchange,
         fits=fits,
         stages=plans,
         step_seconds=seconds,
