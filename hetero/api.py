@@ -109,7 +109,9 @@ def prepare_tuned(
         undo.callback(engine.release)
         pipeline.meet("prepare")
         undo.pop_all()
-    engine.setup.joins(pipeline.company, pipeline.close, context.close)
+    setup = engine.setup
+    norms = pipeline.norms(setup.parts, setup.device.torch_device)
+    setup.joins(pipeline.company, norms, pipeline.close, context.close)
     return model if optimizer is None else (model, engine.optimizer)
 
 
@@ -378,7 +380,8 @@ class Status:
 
 def axes_of(engine: Engine) -> dict[str, int]:
     """Return the ranks of a model along each axis; empty for one that is alone."""
-    return along_axes(engine.setup.comm, max(1, len(engine.setup.parts.ranks)))
+    setup = engine.setup
+    return along_axes(setup.comm, max(1, len(setup.parts.ranks)), setup.everyone.size)
 
 
 def update_place(engine: Engine) -> str:

@@ -248,7 +248,7 @@ def test_a_plan_of_a_mesh_fits_into_a_terminal(tiny: str) -> None:
 
     assert result.exit_code == 0, result.output
     said = result.output.replace("\n", " ")
-    assert "bubble" in said and "over tp" in said and "Schedule1F1B(stage, 2)" in said
+    assert "bubble" in said and "over tp" in said and "found.schedule(2, loss_of" in said
     assert max(len(line) for line in result.output.splitlines()[:12]) <= 80
 
 

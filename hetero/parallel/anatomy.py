@@ -370,8 +370,10 @@ def called(model: nn.Module, call: Call) -> Any:
 
 
 def result_of(output: Any) -> Any:
-    """Return what a schedule's loss is given: the logits of a model that names its results."""
-    return getattr(output, "logits", output)
+    """Return what a schedule's loss is given, of a model that names its results: its own loss if it
+    got labels, its logits otherwise."""
+    loss = getattr(output, "loss", None)
+    return getattr(output, "logits", output) if loss is None else loss
 
 
 # -- what it weighs ------------------------------------------------------------------------------

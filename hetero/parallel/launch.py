@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import TypeVar, cast
 
+import torch
 import torch.distributed as dist
 
 from hetero.device import use_accelerator
@@ -55,6 +56,12 @@ class Launch:
         """As `Waits.finish`, of a call of a group of these processes."""
         assert self._calls is not None
         self._calls.waits.finish(work, what)
+
+    def spread(self, row: torch.Tensor, source: int, what: str) -> None:
+        """Let all ranks have the bytes of one: uint8 on HOST, written where they are not."""
+        if self._calls is not None:
+            group = self._calls.group
+            self.finish(dist.broadcast(row, source, group=group, async_op=True), what)
 
     def first(self, make: Callable[[], T], what: str) -> T:
         """Return what the first rank makes; its error is raised on all of them."""

@@ -213,10 +213,18 @@ def sizes_of(mesh: Any, world: int) -> dict[str, int]:
     return sizes
 
 
-def along_axes(comm: Comm, n_tensor: int) -> dict[str, int]:
-    """Return the ranks of a model along each axis; empty for one that is alone."""
-    if comm.size * n_tensor == 1:
-        return {}
+def along_axes(comm: Comm, n_tensor: int, n_ranks: int) -> dict[str, int]:
+    """Return the ranks of a model along each axis; empty for one that is alone.
+
+    ``n_ranks``: of all stages of a pipeline; less without one.
+    """
+    n_stage = comm.size * n_tensor
+    if n_ranks > n_stage:
+        return {STAGES: n_ranks // n_stage, **axes_of_stage(comm, n_tensor)}
+    return axes_of_stage(comm, n_tensor) if n_stage > 1 else {}
+
+
+def axes_of_stage(comm: Comm, n_tensor: int) -> dict[str, int]:
     n_shares = comm.n_shares // comm.n_context
     sizes = comm.n_copies, n_shares, comm.n_context, n_tensor
     return dict(zip((REPLICATE, SHARD, CONTEXT, TENSOR), sizes, strict=True))

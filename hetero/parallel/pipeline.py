@@ -28,10 +28,13 @@ from hetero.parallel.farewell import Parting
 from hetero.parallel.gloo import Talks
 from hetero.parallel.mesh import STAGES, sizes_of, world_size
 from hetero.parallel.news import HEARING_SECONDS, Left
+from hetero.parallel.norms import StageNorms
 from hetero.parallel.splitting import refused
 from hetero.parallel.splitting import split as split
 from hetero.parallel.ties import check_told, told
 from hetero.train.access.hooks import after_next_forward
+from hetero.train.gradients.clip import OWN_NORMS, Norms
+from hetero.train.model.parts import Parts
 from hetero.train.model.units import PART
 
 STAGE = "what another stage sends"
@@ -47,6 +50,9 @@ class OneStage:
     company: Company | None = None
 
     def meet(self, what: str) -> None: ...
+
+    def norms(self, parts: Parts, place: torch.device) -> Norms:
+        return OWN_NORMS
 
     def close(self) -> None: ...
 
@@ -67,6 +73,8 @@ class Pipeline:
         self._news, self._waits = self._talks.news, self._talks.waits
         self._seen: weakref.WeakSet[Any] = weakref.WeakSet()
         self._aside: Aside | None = None
+        self.polls = True
+        """Whether the schedule that runs has works of gloo; those of NCCL order streams."""
         self._close = weakref.finalize(self, install(guards()))
         _pipelines.add(self)
 
@@ -83,6 +91,12 @@ class Pipeline:
     def company(self) -> Company | None:
         """All ranks of the pipeline, who save and load together."""
         return self._talks
+
+    def norms(self, parts: Parts, place: torch.device) -> Norms:
+        """Return the norms of the gradients of all stages, taken on a device."""
+        model = self._model()
+        assert model is not None
+        return StageNorms(model, self._talks, self._n_ranks, parts, place)
 
     def close(self) -> None:
         """Let go of the other ranks, which hear of the error that is being handled."""
@@ -111,6 +125,7 @@ class Pipeline:
                     if not stage.is_last:
                         look = functools.partial(check_output, stage.stage_index)
                         stack.callback(after_next_forward(stage.submod, look))
+            self.polls = all(dist.get_backend(stage.group) == "gloo" for stage in stages)
             _running.append(self)
             try:
                 yield
@@ -281,7 +296,7 @@ def _polling(wait: Callable[[list[dist.Work]], None]) -> Callable[[list[dist.Wor
 
     @functools.wraps(wait)
     def polled(works: list[dist.Work]) -> None:
-        if _running and dist.get_backend() == "gloo":
+        if _running and _running[-1].polls:
             _running[-1].wait(works)
         else:
             wait(works)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ from hetero.parallel.ties import check_ties
 
 V_SHAPED = ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")
 """Schedules of torch whose ranks have two stages each, the first rank the first and the last."""
+EXCHANGES = ("pass", "step")
+"""When ranks that share stages exchange gradients."""
 LOOPS = 2  # stages of a rank, if the schedule takes several
 
 
@@ -59,20 +62,29 @@ class RankStages:
         loss_fn: Callable[..., Any],
         *,
         device: Any = "cpu",
+        exchange: str = "pass",
         **given: Any,
     ) -> Any:
         """Return torch's schedule of these stages, prepared or not.
 
         Args:
             device: where activations are, and what other stages send.
+            exchange: when ranks that share the stages exchange gradients: in every backward "pass",
+                micro-batch first, then rank; or once a "step", where those of a rank add up before,
+                on the device, in the parameters' dtype.
             given: further arguments of the schedule's class.
 
-        Raises ConfigError if the schedule does not take so few micro-batches.
+        Raises ConfigError if the schedule does not take so few micro-batches, or for another
+        ``exchange``.
         """
-        from torch.distributed.pipelining import PipelineStage  # a second to import
-
+        if exchange not in EXCHANGES:
+            raise ConfigError(
+                f"exchange={exchange!r}", advice=f"use one of {', '.join(map(repr, EXCHANGES))}"
+            )
+        n_passes = n_micro_batches * len(self.stages)
+        make = stage_class() if exchange == "pass" else once_class(self.stages, n_passes)
         there = [
-            PipelineStage(stage, index, self.n_stages, torch.device(device), group=self.group)
+            make(stage, index, self.n_stages, torch.device(device), group=self.group)
             for stage, index in zip(self.stages, self.indices, strict=True)
         ]
         try:
@@ -174,6 +186,21 @@ def call_of(model: nn.Module) -> dict[str, Any]:
 # -- schedules -----------------------------------------------------------------------------------
 
 
+def stage_class() -> Any:
+    """Return torch's class of a schedule's stage."""
+    from torch.distributed.pipelining import PipelineStage  # a second to import
+
+    return PipelineStage
+
+
+def once_class(stages: nn.ModuleList, n_passes: int) -> Any:
+    """Return what makes stages of a schedule that exchange gradients in the last of the rank's
+    ``n_passes`` backward passes of a step."""
+    from hetero.parallel.once import Once, OnceStage  # which imports torch's
+
+    return partial(OnceStage, once=Once(stages, n_passes))
+
+
 def kind_of(schedule: Any) -> Any:
     """Return torch's class of a schedule; ConfigError for a name that it does not know."""
     if not isinstance(schedule, str):
@@ -208,12 +235,16 @@ def ranks_of(kind: Any, n_ranks: int, stages_per_rank: int | None) -> list[int]:
     return [*ranks, *reversed(ranks)] if is_v else ranks * n_loops
 
 
-def pipeline_group(mesh: Any, world: int, n_ranks: int) -> Any:
-    """Return the process group of this rank's pipeline; None if that is the default one."""
-    if n_ranks == world:
+def pipeline_group(mesh: Any, world: int, n_ranks: int, backend: str | None = None) -> Any:
+    """Return the process group of this rank's pipeline; None if that is the default one.
+
+    ``backend``: of a group of its own. Collective.
+    """
+    if n_ranks == world and backend is None:
         return None
-    if isinstance(mesh, DeviceMesh):
+    if isinstance(mesh, DeviceMesh) and backend is None:
         return mesh[STAGES].get_group()
     each = world // n_ranks
-    groups = [dist.new_group(list(range(first, world, each))) for first in range(each)]
+    rows = [list(range(first, world, each)) for first in range(each)]
+    groups = [dist.new_group(row, backend=backend) for row in rows]
     return groups[dist.get_rank() % each]

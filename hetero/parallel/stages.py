@@ -167,7 +167,7 @@ class ModelStage(nn.Module):
         finally:
             passage.received = passage.left = None
         assert found is not None
-        return found
+        return found if found.dim() else found.view(1)  # schedules join results of micro-batches
 
     def in_whole(self, name: str) -> str:
         """Return the name in the whole model of a parameter, a buffer or a module of the stage."""

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NoReturn, cast
+from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from hetero.boxes import Side, cuts_of, divided, sizes_of
 from hetero.errors import ConfigError, StateError
@@ -32,6 +32,19 @@ from hetero.train.model.faults import (
     paged_classes,
 )
 from hetero.train.model.parts import Parted, PartPlace, PlainTensors
+
+Geometry = tuple[tuple[int, ...], tuple[str, ...]]
+"""Of a mesh: its shape, and the names of its axes."""
+
+
+class Sent(NamedTuple):
+    """A norm on its way to a rank that has the same parts of other tensors."""
+
+    local: torch.Tensor
+    placements: tuple[Placement, ...] | None = None
+    """None: it is no DTensor."""
+    geometry: Geometry = ((), ())
+
 
 LINEAR = ("sum", "avg")
 """Ways to come from addends to a gradient under which several passes add up, addend by addend."""
@@ -162,8 +175,9 @@ class DTensors:
 
     kinds: tuple[type, ...] = (DTensor,)
 
-    def __init__(self, ranks: Sequence[int]) -> None:
-        self.ranks = tuple(ranks)
+    def __init__(self, meshes: Sequence[DeviceMesh]) -> None:
+        self._meshes = {geometry_of(mesh): mesh for mesh in meshes}
+        self.ranks = tuple(flattened(meshes[0]))
         self.is_first = dist.get_rank() == self.ranks[0]
 
     def check(self, name: str, param: nn.Parameter) -> None:
@@ -303,28 +317,54 @@ class DTensors:
         whole = like(now, grad).redistribute(placements=param.placements)
         return settled(whole)._local_tensor
 
-    def total_norm(
+    def norms(
         self, params: Sequence[nn.Parameter], ord: float, whole: Callable[[nn.Parameter], bool]
-    ) -> torch.Tensor:
-        by_mesh: dict[DeviceMesh | None, list[torch.Tensor]] = {}
+    ) -> list[torch.Tensor]:
+        found: list[torch.Tensor] = []
         for param in params:
             grad = binding.get_grad(param)
             if isinstance(grad, DTensor):
-                norm: torch.Tensor = norm_of(grad, ord, is_cut=whole(param))
-                by_mesh.setdefault(grad.device_mesh, []).append(norm)
+                found.append(norm_of(grad, ord, is_cut=whole(param)))
             elif grad is not None:
-                by_mesh.setdefault(None, []).append(torch.linalg.vector_norm(grad, ord))
+                found.append(torch.linalg.vector_norm(grad, ord))
+        return found
+
+    def total(self, norms: Sequence[torch.Tensor], ord: float) -> torch.Tensor:
+        by_mesh: dict[DeviceMesh | None, list[torch.Tensor]] = {}
+        for norm in norms:
+            mesh = norm.device_mesh if isinstance(norm, DTensor) else None
+            by_mesh.setdefault(mesh, []).append(norm)
         totals = [
             total.full_tensor() if isinstance(total, DTensor) else total
-            for norms in by_mesh.values()
-            for total in [torch.linalg.vector_norm(torch.stack(norms), ord)]
+            for each in by_mesh.values()
+            for total in [torch.linalg.vector_norm(torch.stack(each), ord)]
         ]
         if not totals:
             return torch.zeros((), device="cpu")
         total = (
             totals[0] if len(totals) == 1 else torch.linalg.vector_norm(torch.stack(totals), ord)
         )
-        found: torch.Tensor = total
+        whole: torch.Tensor = total
+        return whole
+
+    def sent(self, norm: torch.Tensor) -> Sent:
+        if not isinstance(norm, DTensor):
+            return Sent(norm.cpu())
+        there = settled(norm)
+        return Sent(there._local_tensor.cpu(), there.placements, geometry_of(there.device_mesh))
+
+    def taken(self, sent: Sent, place: torch.device) -> torch.Tensor:
+        local = sent.local.to(place)
+        if sent.placements is None:
+            return local
+        mesh = self._meshes.get(sent.geometry)
+        if mesh is None:
+            raise ConfigError(
+                f"a stage of another rank divides tensors on a mesh of {sent.geometry}, and none of"
+                " this rank's stages does",
+                advice="parallelize all stages on meshes of the same shape and names",
+            )
+        found: DTensor = DTensor.from_local(local, mesh, sent.placements, run_check=False)
         return found
 
 
@@ -353,13 +393,21 @@ def settled(tensor: DTensor) -> DTensor:
 
 def dtensors_of(model: nn.Module) -> DTensors | PlainTensors:
     """Return the parts of a model whose DTensors are all on the ranks of the first one."""
-    first = next((p for p in model.parameters() if isinstance(p, DTensor)), None)
-    return PlainTensors() if first is None else DTensors(ranks_of(first))
+    meshes = [p.device_mesh for p in model.parameters() if isinstance(p, DTensor)]
+    return DTensors(meshes) if meshes else PlainTensors()
 
 
 def ranks_of(param: DTensor) -> list[int]:
-    found: list[int] = param.device_mesh.mesh.flatten().tolist()
+    return flattened(param.device_mesh)
+
+
+def flattened(mesh: DeviceMesh) -> list[int]:
+    found: list[int] = mesh.mesh.flatten().tolist()
     return found
+
+
+def geometry_of(mesh: DeviceMesh) -> Geometry:
+    return tuple(mesh.shape), tuple(mesh.mesh_dim_names or ())
 
 
 def check_placements(name: str, param: DTensor) -> None:

@@ -25,7 +25,7 @@ TRAIN_GROUPS: Mapping[str, tuple[str, ...]] = {
     "Data": ("data", "task", "eval_data", "eval_every"),
     "Learning": (
         *("optimizer", "lr", "schedule", "warmup", "weight_decay", "max_grad_norm", "batch"),
-        *("accumulate", "steps", "epochs", "minutes", "seed"),
+        *("accumulate", "exchange", "steps", "epochs", "minutes", "seed"),
     ),
     "Budgets": ("device", "hbm", "host", "nvme", "nvme_bytes", "pinned"),
     "How it computes": (

@@ -22,6 +22,7 @@ from hetero.config import Config
 from hetero.errors import ConfigError
 from hetero.export import export, trained_values
 from hetero.integrations.pretrained import from_pretrained
+from hetero.parallel.mesh import STAGES, sizes_named
 from hetero.recipes.hub import check_reach
 from hetero.recipes.options import TrainOptions, installed
 from hetero.recipes.sequences import Shuffled, Tokens, answered, packed, together
@@ -83,11 +84,11 @@ def model_of(options: TrainOptions, config: Config, vocabulary: int) -> nn.Modul
         drawn: nn.Module = build(preset(options, vocabulary))
         return drawn
     dtype = {"dtype": torch.float32} if config.precision == "fp32" else {"dtype": "auto"}
-    if options.lora_rank is None:
+    if options.lora_rank is None and not sizes_named(config.mesh).get(STAGES):
         kind = AutoModelForCausalLM
         model: nn.Module = from_pretrained(options.model, prepare=False, model_class=kind, **dtype)
         return model
-    # PEFT puts adapters on the device of the weights, so these are loaded
+    # PEFT puts adapters on the device of the weights, and stages are cut of a model that has them
     return AutoModelForCausalLM.from_pretrained(options.model, **dtype)
 
 

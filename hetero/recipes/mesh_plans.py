@@ -105,6 +105,13 @@ def stage_row(stages: list[StagePlan]) -> list[str]:
     return [name, str(first.layers), numel, *peaks, *seconds, str(first.in_flight)]
 
 
+WHEN = {
+    "step": "exchanged once a step (--exchange step of hetero train)",
+    "pass": "exchanged after every pass",
+}
+"""By a plan's exchange: what is said of it."""
+
+
 def mesh_facts(plan: MeshPlan) -> list[tuple[str, str]]:
     """Return what is said of a step on a mesh."""
     worst = max(plan.stages, key=lambda stage: stage.forward_seconds + stage.backward_seconds)
@@ -124,6 +131,7 @@ def mesh_facts(plan: MeshPlan) -> list[tuple[str, str]]:
         rest = max(stage.rest_seconds for stage in plan.stages)
         said = f"{format_seconds(rest)} a step of exchanges and updates that it waits for"
         rows.append(("over dp", said))
+        rows.append(("gradients", WHEN[plan.exchange]))
     return rows
 
 

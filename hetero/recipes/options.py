@@ -75,6 +75,9 @@ class TrainOptions:
     """Sequences of a pass."""
     accumulate: int = 1
     """Passes of a step."""
+    exchange: Literal["pass", "step"] = "pass"
+    """When ranks exchange gradients: in each pass, which has the bits of one rank; or once a step,
+    after those of a rank have added up on its device."""
     steps: int = 64
     """Steps of the run and of its schedule."""
     epochs: float | None = None

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import torch
 
-from hetero.device.comm import Comm
+from hetero.device.comm import Comm, Company
 from hetero.errors import ConfigError
 
 T = TypeVar("T")
@@ -23,11 +23,13 @@ class Passes:
     Ranks that divide a tensor make the same passes.
 
     Args:
+        comm: ranks that divide the passes.
+        everyone: all ranks of the run.
         count: passes of a step.
         seed: of the run.
     """
 
-    def __init__(self, comm: Comm, count: int, seed: int) -> None:
+    def __init__(self, comm: Comm, everyone: Company, count: int, seed: int) -> None:
         if count % comm.size:
             raise ConfigError(
                 f"--accumulate {count} on {comm.size} ranks, which divide the passes of a step",
@@ -35,6 +37,7 @@ class Passes:
             )
         self.size = comm.size
         self._comm = comm
+        self._everyone = everyone
         self._count = count
         self._seed = seed
 
@@ -53,18 +56,15 @@ class Passes:
         told: list[list[T]] = self._told(list(mine), "figures of a step")
         return [row[at] for at in range(len(mine)) for row in told]
 
-    def evaluated(self, items: Sequence[T], of: Callable[[T], float]) -> list[float]:
-        """Return a figure of each item, of which this rank takes its part. Collective.
-
-        All ranks take equally many, for those that gather have to ask for the same parameters.
-        """
+    def dealt(self, items: Sequence[T]) -> list[T]:
+        """Return items of which ranks take equally many, the last one perhaps more than once: those
+        that gather have to ask for the same parameters."""
         most = -(-len(items) // self.size) * self.size
-        dealt = [*items, *[items[-1]] * (most - len(items))] if items else []
-        return self.all([of(item) for _, item in self.mine(dealt)])[: len(items)]
+        return [*items, *[items[-1]] * (most - len(items))] if items else []
 
     def any(self, mine: T | None) -> T | None:
         """Return the first rank's answer that is not None. Collective."""
-        rows = self._comm.everyone.agree(pickle.dumps(mine), "whether to stop")
+        rows = self._everyone.agree(pickle.dumps(mine), "whether to stop")
         told: list[T | None] = [pickle.loads(row) for row in rows]
         return next((each for each in told if each is not None), None)
 

@@ -117,6 +117,18 @@ def rehearsed(
     return Settled(config, kept, found.disk_write_bytes)
 
 
+class Size(NamedTuple):
+    """What a model consists of."""
+
+    parameters: int
+    state_bytes: int
+    """Of parameters, gradients and moments."""
+
+
+def size_of(model: nn.Module) -> Size:
+    return Size(sum(p.numel() for p in model.parameters()), states_of(model))
+
+
 def states_of(model: nn.Module) -> int:
     """Return the bytes of parameters, and of the gradients and two moments of those that train."""
     sizes = ((p.numel() * p.element_size(), p.requires_grad) for p in model.parameters())

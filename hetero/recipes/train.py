@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -13,20 +12,19 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from hetero.api import backward, company_of, engine_of, prepare, status
+from hetero.api import engine_of, prepare, status
 from hetero.checkpoint.load import load_checkpoint
 from hetero.checkpoint.reader import CheckpointReader
 from hetero.checkpoint.save import Save, save_checkpoint
 from hetero.config import Config
 from hetero.device import open_device
 from hetero.errors import ConfigError
-from hetero.export import materialised
 from hetero.parallel.launch import Launch, launch
-from hetero.parallel.mesh import refuse_context, refuse_stages
+from hetero.parallel.mesh import STAGES, refuse_context, sizes_named
 from hetero.recipes.folders import folder_of, record_folder
+from hetero.recipes.learners import Learner, Loop
 from hetero.recipes.optimizers import factor_of, optimizer_of
 from hetero.recipes.options import TrainOptions, check_paths_of, installed, settings_of
 from hetero.recipes.passes import Passes
@@ -39,7 +37,8 @@ from hetero.recipes.result import (
     StepReport,
     TrainResult,
 )
-from hetero.recipes.setup import Settled, divided, settings_for, states_of
+from hetero.recipes.setup import Settled, divided, settings_for
+from hetero.recipes.stages import Scheduled, check_options, staged
 from hetero.recipes.task import Task, count, demo, loss_of
 from hetero.recipes.text import unigram_entropy
 from hetero.rehearse.plan import Plan, plan
@@ -50,7 +49,7 @@ SMOOTHED = 10  # steps in the mean reported as the last loss
 DECIDING = (  # options that change the numbers
     *("task", "seq", "checkpoint_blocks", "lora_rank", "lora_alpha", "lora_targets"),
     *("lora_dropout", "optimizer", "lr", "schedule", "warmup", "weight_decay", "max_grad_norm"),
-    *("batch", "accumulate", "seed", "width", "layers", "heads"),
+    *("batch", "accumulate", "exchange", "seed", "width", "layers", "heads"),
 )
 COMPUTING = (  # settings that do
     *("precision", "keep_fp32", "frozen", "keep_exact", "micro_batch", "tile", "fused_loss"),
@@ -92,7 +91,9 @@ def train_on(
     """Run the recipe as one of ``ranks``; the first one watches, records and writes."""
     if ranks.size > 1 and config.mesh is None:
         config = dataclasses.replace(config, mesh="world")
-    refuse_stages(config.mesh, "hetero train")
+    has_stages = sizes_named(config.mesh).get(STAGES, 1) > 1
+    if has_stages:
+        check_options(options, config)
     refuse_context(config.mesh, "hetero train", "write a loop: docs/context-parallel.md")
     if ranks.rank:
         options = dataclasses.replace(options, record="none", track=())
@@ -100,6 +101,8 @@ def train_on(
     # 1. data, model and optimizer, as in plain PyTorch
     folder = Path(ranks.first(lambda: str(folder_of(options)), "the run's folder"))
     task = task_of(options, config)
+    cut = staged(task, options, config, ranks) if has_stages else None
+    task = task if cut is None else cut.task
     n_tensor = divided(task.model, config, ranks.size)
     deciding = fingerprint(options, config, task, n_tensor)
     ended = check_run(folder, deciding) if options.resume else None
@@ -109,8 +112,12 @@ def train_on(
     _, optimizer = prepare(task.model, optimizer, config=settled.config)
     # 3. the same loop as ever
     place = open_device(settled.config.device).torch_device
-    passes = Passes(engine_of(task.model).setup.comm, options.accumulate, options.seed)
-    run = TrainRun(task, optimizer, options, folder, deciding, place, passes)
+    setup = engine_of(task.model).setup
+    passes = Passes(setup.comm, setup.everyone, options.accumulate, options.seed)
+    learner: Learner = Loop(task, place, passes, options.exchange)
+    if cut is not None:
+        learner = Scheduled(cut, ranks, place, passes, n_tensor, options)
+    run = TrainRun(task, optimizer, options, folder, deciding, learner, passes)
     if options.resume:
         run.resume()
     run.record()
@@ -178,7 +185,7 @@ class TrainRun:
     options: TrainOptions
     folder: Path
     deciding: Mapping[str, Any]
-    place: torch.device
+    learner: Learner
     passes: Passes
     progress: Progress = field(default_factory=Progress)
     saved: Save | None = None
@@ -228,24 +235,14 @@ class TrainRun:
 
     def step(self) -> tuple[float, float]:
         """Make one step, all tokens weighing alike; returns the next learning rate and the norm."""
-        passes, n_steps = self.passes, self.progress.steps
         batches = [next(self.task.batches) for _ in range(self.options.accumulate)]
-        counts = [count(batch) for batch in batches]
-        found = []
-        for number, batch in passes.mine(batches):
-            passes.begin(n_steps, number)
-            loss = self.task.loss(batch, self.place)
-            if len(batches) > 1:  # gradients are means over ranks
-                loss = loss * (counts[number] / sum(counts) * passes.size)
-            backward(loss)  # loss.backward() with fp16's loss scaling
-            found.append(loss.detach())
+        found = self.learner.learn(batches, self.progress.steps)
         norm = self.optimizer.clip_grad_norm_(self.options.max_grad_norm)
         self.optimizer.step()
         self.scheduler.step()
         self.optimizer.zero_grad()
-        losses = passes.all([loss.item() / passes.size for loss in found])
-        self.progress.losses.append(sum(losses))
-        self.progress.tokens += sum(counts)
+        self.progress.losses.append(sum(self.learner.told(found)))
+        self.progress.tokens += sum(map(count, batches))
         return float(self.scheduler.get_last_lr()[0]), float(norm.item())
 
     def report(self, lr: float, norm: float) -> StepReport:
@@ -275,9 +272,7 @@ class TrainRun:
         batches = self.task.evaluation
         counts = [count(batch) for batch in batches]
         with torch.no_grad():
-            losses = self.passes.evaluated(
-                batches, lambda batch: self.task.loss(batch, self.place).item()
-            )
+            losses = self.learner.evaluate(batches)
         self.task.model.train()
         mean = sum(n * loss for n, loss in zip(counts, losses, strict=True)) / sum(counts)
         found = EvalLoss(self.progress.steps, mean)
@@ -340,7 +335,7 @@ def check_run(folder: Path, here: Mapping[str, Any]) -> int | None:
     there = extra.get("run") if isinstance(extra, dict) else None
     if not isinstance(extra, dict) or not isinstance(there, dict):
         raise ConfigError(f"{folder} is no run of hetero train", advice="name the run's folder")
-    there = {"sum_group": 1, "tp": 1, **there}  # older runs have no such keys
+    there = {"sum_group": 1, "tp": 1, "exchange": "pass", **there}  # older runs have no such keys
     other = [
         f"{k} was {there.get(k)} and is {v}"
         for k, v in here.items()
@@ -372,11 +367,11 @@ UNSAID = {
 
 def start_of(run: TrainRun, settled: Settled, ended: int | None) -> RunStart:
     """Return what is known of a run before its first step."""
-    model, options, found = run.task.model, run.options, status(run.task.model)
+    options, found, size = run.options, status(run.task.model), run.learner.size()
     return RunStart(
         model=options.model,
-        parameters=sum(p.numel() for p in model.parameters()),
-        state_bytes=states_of(model),
+        parameters=size.parameters,
+        state_bytes=size.state_bytes,
         device=found.device,
         mode=found.mode,
         budgets=tuple(
@@ -408,10 +403,10 @@ def reason(name: str, settled: Settled) -> str:
 def conclude(run: TrainRun, signal: int | None, page: Path | None, out: str | None) -> TrainResult:
     done, task = run.progress, run.task
     tail = done.losses[-SMOOTHED:]
-    learned = task.learned()
+    learned, size = task.learned(), run.learner.size()
     return TrainResult(
-        parameters=sum(p.numel() for p in task.model.parameters()),
-        state_bytes=states_of(task.model),
+        parameters=size.parameters,
+        state_bytes=size.state_bytes,
         data_tokens=len(learned),
         unit=task.unit,
         unigram_entropy=unigram_entropy(learned),
@@ -423,7 +418,7 @@ def conclude(run: TrainRun, signal: int | None, page: Path | None, out: str | No
         first_loss=done.losses[0],
         last_loss=sum(tail) / len(tail),
         evaluations=tuple(done.evaluations),
-        weights_sha256=digest(task.model),
+        weights_sha256=run.learner.digest(),
         checkpoint=str(run.folder if run.saved is None else run.saved.path),
         resumed_step=done.resumed,
         signal=signal,
@@ -433,16 +428,3 @@ def conclude(run: TrainRun, signal: int | None, page: Path | None, out: str | No
         report_problem=run.recording.problem,
         status=status(task.model),
     )
-
-
-def digest(model: nn.Module) -> str:
-    """Return the SHA-256 of the weights that train, in the order of the state dict; all ranks of
-    the model do so."""
-    frozen = {name for name, param in model.named_parameters() if not param.requires_grad}
-    gathers = company_of(model).size > 1
-    sha = hashlib.sha256()
-    for name, value in model.state_dict().items():
-        if name not in frozen:
-            flat = materialised(name, value, gathers=gathers).contiguous().view(-1)
-            sha.update(flat.view(torch.uint8).numpy().data)
-    return sha.hexdigest()

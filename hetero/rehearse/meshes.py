@@ -147,6 +147,8 @@ class MeshPlan:
     n_passes: int
     schedule: str
     stages_per_rank: int
+    exchange: str
+    """"step" or "pass": after which ranks exchange gradients."""
     fits: bool
     stages: tuple[StagePlan, ...]
     step_seconds: float
@@ -183,12 +185,9 @@ class MeshPlan:
         line = f"{what}, optimizer = hetero.prepare({what}, optimizer, mesh={mesh!r}{given})"
         if STAGES not in mesh:
             return f"{line}  # {self.n_passes} passes a step"
-        made = {
-            "1f1b": "Schedule1F1B(stage",
-            "gpipe": "ScheduleGPipe(stage",
-            INTERLEAVED: "ScheduleInterleaved1F1B(stages",
-        }[self.schedule]
-        return f"{line}; schedule = {made}, {self.n_passes})"
+        given = f", exchange={self.exchange!r}" if self.mesh.get(SHARD, 1) > 1 else ""
+        kind = {"1f1b": "1F1B", "gpipe": "GPipe", INTERLEAVED: "Interleaved1F1B"}[self.schedule]
+        return f"{line}; schedule = found.schedule({self.n_passes}, loss_of{given})  # {kind}"
 
     def as_json(self) -> dict[str, Any]:
         """Return it as plain data."""
@@ -442,6 +441,7 @@ def drawn(work: MeshWork, stages: Sequence[RehearsedStage]) -> MeshPlan:
         n_passes=n,
         schedule=work.schedule,
         stages_per_rank=work.n_turns,
+        exchange=work.exchange,
         fits=fits,
         stages=plans,
         step_seconds=seconds,

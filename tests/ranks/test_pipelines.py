@@ -22,8 +22,6 @@ from hetero.api import status
 from hetero.errors import BudgetError, ConfigError, HeteroError, RankLost, StateError
 from hetero.integrations.accelerate import HeteroAccelerator
 from hetero.internals import stages_of
-from hetero.recipes.options import TrainOptions
-from hetero.recipes.train import train
 from hetero.testing.ranks import Died, outcomes, run_ranks
 from tests.equivalence.blocks import OneMatrix
 
@@ -424,15 +422,10 @@ def by_trainer(rank: int, folder: str) -> None:
     hetero.trainer(Trainer)(stage_of(0), arguments, hetero={"mesh": {"pp": RANKS}})
 
 
-def by_recipe(rank: int) -> None:
-    train(TrainOptions(settings={"mesh": {"pp": RANKS}}, record="none"))
-
-
 def test_those_that_know_no_pipelines_say_what_does(tmp_path: Path) -> None:
     for who, body, args in (
         ("accelerate", accelerated, ()),
         ("accelerate", by_trainer, (str(tmp_path),)),
-        ("hetero train", by_recipe, ()),
     ):
         for error in ends(body, *args):
             assert isinstance(error, ConfigError)

@@ -27,12 +27,13 @@ from hetero.recipes import hub  # noqa: E402
 from hetero.recipes.gpt import GPT, GPTConfig  # noqa: E402
 from hetero.recipes.gpt_files import write_gpt  # noqa: E402
 from hetero.recipes.language import PRESETS  # noqa: E402
+from hetero.recipes.learners import digest  # noqa: E402
 from hetero.recipes.optimizers import factor_of  # noqa: E402
 from hetero.recipes.options import TrainOptions, gathered  # noqa: E402
 from hetero.recipes.result import StepReport  # noqa: E402
 from hetero.recipes.sequences import IGNORED, answered, packed, together  # noqa: E402
 from hetero.recipes.text import rows_of  # noqa: E402
-from hetero.recipes.train import digest, task_of, train  # noqa: E402
+from hetero.recipes.train import task_of, train  # noqa: E402
 
 TEXT = Path(__file__).parent.parent.parent / "LICENSE"
 HBM = 450_000

@@ -20,6 +20,7 @@ from hetero.errors import BudgetError, ConfigError
 from hetero.events import What
 from hetero.recipes import record
 from hetero.recipes.gpt import GPT, GPTConfig
+from hetero.recipes.learners import digest
 from hetero.recipes.optimizers import factor_of
 from hetero.recipes.options import TrainOptions, gathered, settings_of
 from hetero.recipes.result import RunStart, StepReport, TrainResult
@@ -33,7 +34,7 @@ from hetero.recipes.text import (
     topics_text,
     unigram_entropy,
 )
-from hetero.recipes.train import digest, train
+from hetero.recipes.train import train
 from hetero.report import examine
 from hetero.report.run import Recorder, Run
 from hetero.report.values import read_values

@@ -166,7 +166,7 @@ def test_several_stages_a_rank_wait_less_and_hold_more() -> None:
     assert [stage.numel for stage in twice.stages] == [stage.numel for stage in plain.stages]
     assert twice.bubble < plain.bubble
     assert [stage.in_flight for stage in twice.stages] == [5, 3]  # of half as many layers each
-    assert twice.paste.endswith("ScheduleInterleaved1F1B(stages, 8)")
+    assert twice.paste.endswith("found.schedule(8, loss_of)  # Interleaved1F1B")
 
 
 @pytest.mark.slow

@@ -22,6 +22,7 @@ from hetero.train.engine.setup import Setup
 from hetero.train.engine.snapshot import Saving
 from hetero.train.engine.steps import HomeSteps, NoSteps, TorchSteps, placed
 from hetero.train.engine.story import Story
+from hetero.train.gradients.clip import Norms
 from hetero.train.model.graph import unless_gone
 from hetero.train.model.parts import Parts
 from hetero.train.model.units import MARK
@@ -210,6 +211,11 @@ class Engine:
     def parts(self) -> Parts:
         """What parameters have inside."""
         return self.setup.parts
+
+    @property
+    def norms(self) -> Norms:
+        """The norms of all stages' gradients."""
+        return self.setup.norms
 
     def was_cut(self, param: nn.Parameter) -> bool:
         """Whether every rank had the whole of a gradient, of which its part is left."""

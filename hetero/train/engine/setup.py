@@ -33,6 +33,7 @@ from hetero.train.engine.check import pages
 from hetero.train.engine.handover import Handover
 from hetero.train.engine.snapshot import Saver
 from hetero.train.engine.tuning import Tuning
+from hetero.train.gradients.clip import OWN_NORMS, Norms
 from hetero.train.model.parts import Parts, PlainTensors
 from hetero.train.update.masters import Masters
 from hetero.train.update.passage import N_SLOTS
@@ -76,6 +77,8 @@ class Setup:
     """What ends with the release."""
     company: Company | None = None
     """All ranks of a pipeline, of whose stages this one has its own; None without one."""
+    norms: Norms = OWN_NORMS
+    """Of the gradients of all stages."""
     steps: int = 0
     stats: StepStats = field(default_factory=StepStats)
     index: dict[int, int] = field(init=False)
@@ -84,9 +87,9 @@ class Setup:
     def __post_init__(self) -> None:
         self.index = {id(param): i for i, param in enumerate(self.params)}
 
-    def joins(self, company: Company | None, *leave: Callable[[], object]) -> None:
-        """Note the ranks of a pipeline, and how to leave others."""
-        self.company = company
+    def joins(self, company: Company | None, norms: Norms, *leave: Callable[[], object]) -> None:
+        """Note the ranks of a pipeline, the norms of their gradients, and how to leave others."""
+        self.company, self.norms = company, norms
         for each in leave:
             self.ends.callback(each)
 

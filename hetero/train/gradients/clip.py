@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -10,6 +11,27 @@ from torch import nn
 from hetero.train.gradients.slot import Factors, GradSlot, LazyGrad
 from hetero.train.model.binding import get_grads
 from hetero.train.model.parts import Parts
+
+
+class Norms(Protocol):
+    """The norms of a model's gradients, some of which other ranks may have."""
+
+    def everywhere(
+        self, params: Sequence[nn.Parameter], norms: Sequence[torch.Tensor]
+    ) -> Sequence[torch.Tensor]:
+        """Return the norms of all gradients, given those of this rank's. Collective."""
+
+
+class OwnNorms:
+    """This rank has all of the model's gradients."""
+
+    def everywhere(
+        self, params: Sequence[nn.Parameter], norms: Sequence[torch.Tensor]
+    ) -> Sequence[torch.Tensor]:
+        return norms
+
+
+OWN_NORMS = OwnNorms()
 
 
 def clip_grad_norm_(
@@ -44,15 +66,19 @@ def clip_parts_(
     *,
     error_if_nonfinite: bool,
     whole: Callable[[nn.Parameter], bool],
+    norms: Norms,
 ) -> torch.Tensor:
-    """Do as torch does with each mesh's gradients, which it refuses to mix, under one norm.
+    """Do as torch does with each mesh's gradients, which it refuses to mix, under one norm of those
+    of all stages.
 
     Args:
         whole: of gradients that were cut to parts: their norm is that of the whole. Collective.
+        norms: of other stages.
     """
-    found = [param for param in params if parts.grad(param) is not None]
+    found, ord = [param for param in params if parts.grad(param) is not None], float(norm_type)
     with torch.no_grad():
-        total = parts.total_norm(found, float(norm_type), whole)
+        own = parts.norms(found, ord, whole)
+        total = parts.total(norms.everywhere(found, own), ord)
     if error_if_nonfinite and not bool(total.isfinite()):
         raise RuntimeError(
             f"the total norm of order {norm_type} of the gradients is {float(total)}, so they"

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from hetero.boxes import Box, Cuts
-from hetero.internals import version_of
+from hetero.internals import foreach_norm, version_of
 from hetero.memory.layout import Layout
 from hetero.train.model import binding
 from hetero.train.model.binding import Binding
@@ -115,11 +115,21 @@ class Parts(Protocol):
     def summed(self, param: nn.Parameter, grad: torch.Tensor) -> torch.Tensor:
         """Return the parameter's part of a pending gradient, given its plain tensor. Collective."""
 
-    def total_norm(
+    def norms(
         self, params: Sequence[nn.Parameter], ord: float, whole: Callable[[nn.Parameter], bool]
-    ) -> torch.Tensor:
-        """Return the norm that torch takes of all gradients: each once, however many ranks have
-        parts of it. ``whole``: of gradients that `fit` has cut. Collective."""
+    ) -> list[torch.Tensor]:
+        """Return the norm that torch takes of each gradient; ``whole``: of gradients that `fit` has
+        cut. Collective."""
+
+    def total(self, norms: Sequence[torch.Tensor], ord: float) -> torch.Tensor:
+        """Return torch's norm of norms, in which each gradient counts once, however many ranks have
+        parts of it. Collective."""
+
+    def sent(self, norm: torch.Tensor) -> Any:
+        """Return a norm as a rank that has other layers can take it, to be pickled."""
+
+    def taken(self, sent: Any, place: torch.device) -> torch.Tensor:
+        """Return a norm that another rank has sent, as one of this rank's own."""
 
 
 class PlainTensors:
@@ -176,7 +186,24 @@ class PlainTensors:
     def summed(self, param: nn.Parameter, grad: torch.Tensor) -> torch.Tensor:
         return grad
 
-    def total_norm(
+    def norms(
         self, params: Sequence[nn.Parameter], ord: float, whole: Callable[[nn.Parameter], bool]
-    ) -> torch.Tensor:
-        raise AssertionError("plain gradients are clipped without")
+    ) -> list[torch.Tensor]:
+        grads = [grad for grad in binding.get_grads(params) if grad is not None]
+        if all(grad.device.type in ("cpu", "meta") for grad in grads):
+            return [torch.linalg.vector_norm(grad, ord) for grad in grads]
+        return [foreach_norm(grad, ord) for grad in grads]
+
+    def total(self, norms: Sequence[torch.Tensor], ord: float) -> torch.Tensor:
+        if not norms:
+            return torch.zeros((), device="cpu")
+        dtypes = dict.fromkeys(norm.dtype for norm in norms)  # by which torch groups them
+        ordered = [norm for dtype in dtypes for norm in norms if norm.dtype is dtype]
+        found: torch.Tensor = torch.linalg.vector_norm(torch.stack(ordered), ord)
+        return found
+
+    def sent(self, norm: torch.Tensor) -> torch.Tensor:
+        return norm.cpu()
+
+    def taken(self, sent: torch.Tensor, place: torch.device) -> torch.Tensor:
+        return sent.to(place)

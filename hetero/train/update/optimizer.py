@@ -17,7 +17,7 @@ from hetero.device import ALONE, use_count
 from hetero.errors import ConfigError, StateError
 from hetero.internals import note_step
 from hetero.interrupts import theirs
-from hetero.train.gradients.clip import clip_grad_norm_, clip_parts_
+from hetero.train.gradients.clip import OWN_NORMS, Norms, clip_grad_norm_, clip_parts_
 from hetero.train.model.binding import without_faults
 from hetero.train.model.parts import Parts
 from hetero.train.update.masters import LossScaler
@@ -57,6 +57,10 @@ class StepEngine(Protocol):
     @property
     def parts(self) -> Parts:
         """What parameters have inside."""
+
+    @property
+    def norms(self) -> Norms:
+        """The norms of all stages' gradients."""
 
     def was_cut(self, param: nn.Parameter) -> bool:
         """Whether every rank had the whole of a gradient, of which its part is left."""
@@ -163,10 +167,11 @@ class Optimizer(torch.optim.Optimizer):
         """Clip the gradients to a global norm and return the norm before clipping.
 
         The norm is torch's: one norm per whole tensor, then the norm of norms, in the order of
-        ``model.parameters()``; one gradient is on the device at a time.
+        ``model.parameters()``; one gradient is on the device at a time. Where ranks have stages of
+        a pipeline it is the norm of all of them, and all ranks call this.
         """
         params, parts = self._engine.parameters(), self._engine.parts
-        if not parts.kinds:
+        if not parts.kinds and self._engine.norms is OWN_NORMS:
             return clip_grad_norm_(
                 params, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite
             )
@@ -174,6 +179,7 @@ class Optimizer(torch.optim.Optimizer):
             *(params, parts, max_norm, norm_type),
             error_if_nonfinite=error_if_nonfinite,
             whole=self._engine.was_cut,
+            norms=self._engine.norms,
         )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

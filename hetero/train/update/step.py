@@ -126,7 +126,9 @@ class Stepper:
         if not grads.parts.kinds:
             return norms_of(found)
         with torch.no_grad():
-            return [float(grads.parts.total_norm(found, 2.0, grads.was_cut))] if found else []
+            parts = grads.parts
+            norms = parts.norms(found, 2.0, grads.was_cut)
+            return [float(parts.total(norms, 2.0))] if found else []
 
     def begin(self, update: Update, *, at_once: bool, after: Sequence[Job] = ()) -> Job:
         """Give a bucket's update to the worker, or make a job that its first waiter does."""

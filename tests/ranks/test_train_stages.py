@@ -1,0 +1,171 @@
+"""`hetero train` on the stages of a pipeline is the run of one rank with the same passes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hetero.errors import ConfigError
+from hetero.recipes.result import RunStart, TrainResult
+from hetero.recipes.train import train
+from hetero.testing.ranks import outcomes, run_ranks
+from tests.ranks.test_train import by_rank, options
+
+
+def same(result: TrainResult, alone: TrainResult) -> bool:
+    """Whether a run came to another one's weights, losses and figures of the whole model."""
+    names = ("weights_sha256", "losses", "evaluations", "parameters", "state_bytes", "steps")
+    return all(getattr(result, name) == getattr(alone, name) for name in names)
+
+
+def told(rank: int, folder: Path, fields: dict[str, Any]) -> tuple[TrainResult, list[RunStart]]:
+    starts: list[RunStart] = []
+    return train(options(folder, **fields), announce=starts.append), starts
+
+
+def evaluated(tmp_path: Path) -> dict[str, Any]:
+    """Return options of an evaluation whose last batch is smaller."""
+    text = tmp_path / "text"
+    text.write_bytes(bytes(range(7 * 16 + 3)))
+    return {"eval_data": (str(text),), "eval_every": 2}
+
+
+def test_two_stages_train_as_one_rank(tmp_path: Path) -> None:
+    fields = {"steps": 4, **evaluated(tmp_path)}
+    alone = train(options(tmp_path / "alone", **fields))
+
+    found = run_ranks(2, told, tmp_path / "ranks", {**fields, "mesh": "pp=2"})
+
+    for result, _ in found:
+        assert same(result, alone)
+        assert result.status.ranks == {
+            "pp": 2,
+            "dp_replicate": 1,
+            "dp_shard": 1,
+            "cp": 1,
+            "tp": 1,
+        }
+    ((first,), second) = (starts for _, starts in found)
+    assert (first.parameters, first.state_bytes) == (alone.parameters, alone.state_bytes)
+    assert not second
+
+
+@pytest.mark.slow
+def test_two_pipelines_that_share_stages_train_as_two_ranks_that_share_the_model(
+    tmp_path: Path,
+) -> None:
+    fields = {"steps": 4, **evaluated(tmp_path)}
+    shares = run_ranks(2, by_rank, tmp_path / "shares", {**fields, "mesh": "dp_shard=2"})[0]
+
+    fields["mesh"] = "pp=2,dp_shard=2"
+    for result in run_ranks(4, by_rank, tmp_path / "ranks", fields):
+        assert same(result, shares)
+
+
+@pytest.mark.slow
+def test_stages_of_divided_tensors_train_as_the_ranks_of_these(tmp_path: Path) -> None:
+    fields = {"steps": 3, **evaluated(tmp_path)}
+    parts = run_ranks(2, by_rank, tmp_path / "parts", {**fields, "mesh": "tp=2"})[0]
+
+    for result in run_ranks(4, by_rank, tmp_path / "ranks", {**fields, "mesh": "pp=2,tp=2"}):
+        assert same(result, parts)
+
+
+@pytest.mark.slow
+def test_a_transformers_model_trains_as_on_one_rank(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    text = tmp_path / "words"
+    text.write_text("the same words again and again, " * 40)
+    fields = {"model": "tiny-llama", "data": (str(text),), "layers": 3, "steps": 3}
+    alone = train(options(tmp_path / "alone", **fields))
+
+    for result in run_ranks(2, by_rank, tmp_path / "ranks", {**fields, "mesh": "pp=2"}):
+        assert same(result, alone)
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_at_another_mesh_and_back(tmp_path: Path) -> None:
+    fields: dict[str, Any] = {"save_every": 2, "schedule": "constant", "warmup": 1}
+    alone = train(options(tmp_path / "alone", **fields))
+
+    folder, staged = tmp_path / "ranks", {**fields, "mesh": "pp=2"}
+    run_ranks(2, by_rank, folder, {**staged, "steps": 2})
+    train(options(folder, **fields, steps=3, resume=True))
+    run_ranks(4, by_rank, folder, {**fields, "mesh": "pp=4", "steps": 4, "resume": True})
+    for result in run_ranks(2, by_rank, folder, {**staged, "resume": True}):
+        assert same(result, alone)
+
+    out = train(options(folder, **fields, resume=True, out=str(tmp_path / "out")))
+    assert out.weights_sha256 == alone.weights_sha256
+    assert (tmp_path / "out" / "model.safetensors").exists()
+
+
+REFUSED = [
+    ({"accumulate": 1}, "--accumulate 1 on 1 pipelines of 2 stages", "--accumulate 2"),
+    ({"task": "sft", "model": "tiny-llama"}, "answers differ in length", "--task pretrain"),
+    ({"out": "out"}, "each has some layers of it", "--resume"),
+    ({"lora_rank": 2, "model": "tiny-llama"}, "adapters is not cut", "dp_shard=N"),
+    ({"model": "tiny-gpt2", "data": (__file__,)}, "drops out", "dropout to 0"),
+    ({"layers": 1, "accumulate": 6, "mesh": "pp=3"}, "is of 3 ranks; there are 2", "is 2"),
+]
+
+
+@pytest.mark.parametrize(("fields", "said", "advice"), REFUSED, ids=lambda each: str(each)[:24])
+def test_what_stages_cannot_have_is_refused_on_all_ranks(
+    fields: dict[str, Any], said: str, advice: str, tmp_path: Path
+) -> None:
+    for each in outcomes(2, by_rank, tmp_path / "ranks", {"mesh": "pp=2", **fields}):
+        assert isinstance(each.error, ConfigError), each.text
+        assert said in str(each.error)
+        assert advice in each.error.advice
+
+
+def in_fp16(rank: int, folder: Path) -> None:
+    given = options(folder)
+    settings = {**given.settings, "mesh": {"pp": 2}, "precision": "fp16"}
+    train(dataclasses.replace(given, settings=settings))
+
+
+def test_loss_scaling_on_stages_is_refused_on_all_ranks(tmp_path: Path) -> None:
+    for each in outcomes(2, in_fp16, tmp_path):
+        assert isinstance(each.error, ConfigError), each.text
+        assert "does not scale the loss" in str(each.error)
+
+
+def launched(tmp_path: Path, *more: str) -> subprocess.CompletedProcess[str]:
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    given = ["--width=32", "--layers=2", "--heads=2", "--seq=16", "--steps=2", "--hbm=360KB"]
+    return subprocess.run(
+        [*launch, "-m", "hetero", "train", *given, "--mesh=pp=2", *more],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        cwd=tmp_path,
+        timeout=300,
+    )
+
+
+@pytest.mark.slow  # processes that import
+def test_torchrun_launches_stages(tmp_path: Path) -> None:
+    done = launched(tmp_path, "--accumulate=2", "--json")
+
+    assert done.returncode == 0, done.stderr[-4000:]
+    steps = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert all(each["loss"] > 0 for each in steps if "loss" in each)
+    assert (tmp_path / "runs" / "1" / "step-2").is_dir()
+
+
+@pytest.mark.slow  # processes that import
+def test_a_request_that_stages_cannot_honour_ends_with_status_2(tmp_path: Path) -> None:
+    done = launched(tmp_path, "--accumulate=1")
+
+    assert done.returncode
+    assert "--accumulate 1 on 1 pipelines of 2 stages" in done.stderr
+    assert "exitcode  : 2" in done.stderr
