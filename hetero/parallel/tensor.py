@@ -162,8 +162,9 @@ class DTensors:
 
     kinds: tuple[type, ...] = (DTensor,)
 
-    def __init__(self, ranks: Sequence[int]) -> None:
+    def __init__(self, ranks: Sequence[int], device_type: str) -> None:
         self.ranks = tuple(ranks)
+        self.device_type = device_type
         self.is_first = dist.get_rank() == self.ranks[0]
 
     def check(self, name: str, param: nn.Parameter) -> None:
@@ -292,6 +293,12 @@ class DTensors:
         binding.set_grad(param, like(param, local))
         return was_whole
 
+    def is_placed(self, param: nn.Parameter) -> bool:
+        grad = binding.get_grad(param)
+        if not isinstance(param, DTensor) or not isinstance(grad, DTensor):
+            return True
+        return bool(grad.placements == param.placements)
+
     def is_pending(self, param: nn.Parameter) -> bool:
         grad = binding.get_grad(param)
         return isinstance(grad, DTensor) and is_addend(grad)
@@ -354,7 +361,9 @@ def settled(tensor: DTensor) -> DTensor:
 def dtensors_of(model: nn.Module) -> DTensors | PlainTensors:
     """Return the parts of a model whose DTensors are all on the ranks of the first one."""
     first = next((p for p in model.parameters() if isinstance(p, DTensor)), None)
-    return PlainTensors() if first is None else DTensors(ranks_of(first))
+    if first is None:
+        return PlainTensors()
+    return DTensors(ranks_of(first), first.device_mesh.device_type)
 
 
 def ranks_of(param: DTensor) -> list[int]:

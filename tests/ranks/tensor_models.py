@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import hetero
-from tests.ranks.models import OPTIMIZERS
+from tests.ranks.models import OPTIMIZERS, WHOLE
 
 WORDS, WIDTH = 20, 16
 TIGHT = {"device": "cpu:sim", "hbm": 26_000, "chunk_bytes": 1024}
@@ -106,7 +106,7 @@ def built(run: TensorRun) -> tuple[nn.Module, torch.optim.Optimizer]:
     for number in run.frozen:
         model.blocks[number].requires_grad_(False)
     trained = [param for param in model.parameters() if param.requires_grad]
-    return model, OPTIMIZERS[run.optimizer](trained)
+    return model, {**OPTIMIZERS, **WHOLE}[run.optimizer](trained)
 
 
 def loss_of(model: nn.Module, run: TensorRun, micro: int, dp_rank: int = 0) -> torch.Tensor:
@@ -157,7 +157,7 @@ def by_hetero(run: TensorRun, **settings: Any) -> Trained:
 
 def micro_batches_by_torch(run: TensorRun) -> Trained:
     """Train on the ranks of one tensor, with the micro-batches of all that have other ones."""
-    model, optimizer = built(run)
+    model, optimizer = built(replace(run, dp=1))
     norms = []
     for step in range(run.steps):
         for micro in range(step * run.passes, (step + 1) * run.passes):
@@ -272,9 +272,10 @@ def train(
     clip: Clip | None = None,
     *,
     dp: int = 0,
+    first: int = 0,
 ) -> Trained:
     losses, norms = [], []
-    for step in range(run.steps):
+    for step in range(first, first + run.steps):
         for micro in range(step * run.passes, (step + 1) * run.passes):
             with around(run):
                 loss = loss_of(model, run, micro, dp)
