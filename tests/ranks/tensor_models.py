@@ -351,12 +351,12 @@ TINY: dict[str, int] = {
 """Of models of transformers."""
 
 
-def tiny_llama() -> Any:
+def tiny_llama(**changes: int) -> Any:
     """Return a Llama of transformers, the same one on all ranks."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(**TINY, intermediate_size=64))
+    return LlamaForCausalLM(LlamaConfig(**{**TINY, "intermediate_size": 64, **changes}))
 
 
 def tiny_mixtral() -> Any:
