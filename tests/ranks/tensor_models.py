@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -157,7 +157,7 @@ def by_hetero(run: TensorRun, **settings: Any) -> Trained:
 
 def micro_batches_by_torch(run: TensorRun) -> Trained:
     """Train on the ranks of one tensor, with the micro-batches of all that have other ones."""
-    model, optimizer = built(replace(run, dp=1))
+    model, optimizer = built(run)
     norms = []
     for step in range(run.steps):
         for micro in range(step * run.passes, (step + 1) * run.passes):
