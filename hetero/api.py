@@ -17,6 +17,7 @@ from hetero.device.comm import ALONE_COMM, Company
 from hetero.errors import StateError
 from hetero.interrupts import theirs
 from hetero.parallel.context import open_context
+from hetero.parallel.lost import follow_tensors
 from hetero.parallel.mesh import along_axes, open_comm, parts_of
 from hetero.parallel.pipeline import open_pipeline
 from hetero.train.engine.alike import (
@@ -109,7 +110,8 @@ def prepare_tuned(
         undo.callback(engine.release)
         pipeline.meet("prepare")
         undo.pop_all()
-    engine.setup.joins(pipeline.company, pipeline.close, context.close)
+    follows = follow_tensors(engine.setup.comm.everyone if engine.parts.kinds else None)
+    engine.setup.joins(pipeline.company, pipeline.close, context.close, follows)
     return model if optimizer is None else (model, engine.optimizer)
 
 
