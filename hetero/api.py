@@ -17,6 +17,7 @@ from hetero.device.comm import ALONE_COMM, Company
 from hetero.errors import StateError
 from hetero.interrupts import theirs
 from hetero.parallel.context import open_context
+from hetero.parallel.lost import follow_tensors
 from hetero.parallel.mesh import along_axes, open_comm, parts_of
 from hetero.parallel.pipeline import open_pipeline
 from hetero.train.engine.alike import (
@@ -111,7 +112,8 @@ def prepare_tuned(
         undo.pop_all()
     setup = engine.setup
     norms = pipeline.norms(setup.parts, setup.device.torch_device)
-    setup.joins(pipeline.company, norms, pipeline.close, context.close)
+    follows = follow_tensors(setup.comm.everyone if engine.parts.kinds else None)
+    setup.joins(pipeline.company, norms, pipeline.close, context.close, follows)
     return model if optimizer is None else (model, engine.optimizer)
 
 

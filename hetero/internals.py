@@ -349,6 +349,13 @@ def ring_templates() -> RingTemplates:
     return RingTemplates(forward, backward, options, rotations, one, its_backward, wait)
 
 
+def collective_wait() -> Place:
+    """Return where DTensors wait for their collectives."""
+    module = "torch.distributed._functional_collectives"
+    find(module, "wait_tensor")
+    return Place(import_module(module), "wait_tensor")
+
+
 @contextmanager
 def ring_options(*, is_balanced: bool) -> Iterator[None]:
     """Say how sequences are cut for torch's ring attention inside a block, where keys and values

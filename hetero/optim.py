@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -61,17 +61,33 @@ class _Rule(torch.optim.Optimizer, ABC):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group in self.param_groups:
-            ready = [(p, p.grad) for p in group["params"] if p.grad is not None]
-            if any(grad.layout is not torch.strided for _, grad in ready):
-                raise RuntimeError(f"{type(self).__name__} does not support sparse gradients")
-            for p, grad in ready:
+        there = [
+            [(p, p.grad) for p in group["params"] if p.grad is not None]
+            for group in self.param_groups
+        ]
+        if any(grad.layout is not torch.strided for rows in there for _, grad in rows):
+            raise RuntimeError(f"{type(self).__name__} does not support sparse gradients")
+        # of all groups before the first update: ranks that divide tensors sum in one order
+        ready = [[(p, _placed(grad, p)) for p, grad in rows] for rows in there]
+        for group, rows in zip(self.param_groups, ready, strict=True):
+            for p, grad in rows:
                 self._update(p, -grad if group["maximize"] else grad, self.state[p], group)
         return loss
 
     @abstractmethod
     def _update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         """Update one parameter in place from the gradient to descend along."""
+
+
+def _placed(grad: Tensor, p: Tensor) -> Tensor:
+    """Return a gradient that lies on ranks as its parameter, if these are DTensors.
+
+    A pending sum is made: norms of its addends are not those of the gradient.
+    """
+    placements: Any = getattr(p, "placements", None)
+    if placements is None or getattr(grad, "placements", placements) == placements:
+        return grad
+    return cast("Tensor", cast("Any", grad).redistribute(placements=placements))
 
 
 def _zero_step() -> Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -25,19 +25,24 @@ from hetero.config import Config, Settings
 from hetero.errors import ConfigError, StateError
 from hetero.integrations.parallelism import (
     LAUNCHED,
+    axes_of_sizes,
     drop_masks,
     launched_axes,
     mesh_of_sizes,
     without,
 )
 from hetero.integrations.prepared import (
+    AVERAGED,
+    UnpairedModel,
     is_in,
     is_prepared,
     kinds_left,
     load_states,
+    newest,
     plain_again,
     trains,
 )
+from hetero.integrations.sequences import each_batch_once
 from hetero.parallel.context import context_parallel
 from hetero.parallel.mesh import (
     CONTEXT,
@@ -48,15 +53,11 @@ from hetero.parallel.mesh import (
     refuse_stages,
     sizes_of,
 )
-from hetero.train.access.hooks import before_next_forward
 from hetero.train.engine.replicas import Replicas, open_group
-from hetero.train.engine.tuning import Tuning
 from hetero.train.update.optimizer import Optimizer
 
 FOREIGN = ("deepspeed_plugin", "deepspeed_plugins", "fsdp_plugin", "megatron_lm_plugin")
 SETTINGS = "HETERO_CONFIG"
-AVERAGED = Tuning(averages=True)
-"""Whole models of several processes are averaged here."""
 PART = "hetero_{}"  # a model's checkpoint, in a directory of accelerate's
 OTHERS = ("DEEPSPEED", "FSDP", "MEGATRON_LM", "XLA")
 
@@ -95,6 +96,8 @@ class HeteroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no
 
     _models: list[nn.Module]
     _optimizers: list[Any]
+    _axes: Any = None
+    """A ParallelismConfig of the mesh, if ranks of it have the same batches."""
 
     def __init__(
         self,
@@ -119,8 +122,12 @@ class HeteroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no
         cls,
         accelerator: Accelerator,
         hetero_plugin: HeteroPlugin | Settings = None,
+        axes: Any = None,
     ) -> HeteroAccelerator:
-        """Turn a live Accelerator that has prepared nothing into one of hetero's; returns it."""
+        """Turn a live Accelerator that has prepared nothing into one of hetero's; returns it.
+
+        ``axes``: a ParallelismConfig that is the mesh, if the settings name none.
+        """
         if accelerator._models:
             raise StateError(
                 "the accelerator has prepared models already",
@@ -130,7 +137,7 @@ class HeteroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no
         plain = own is Accelerator or issubclass(own, cls)
         accelerator.__class__ = cls if plain else type(f"Hetero{own.__name__}", (cls, own), {})
         adopted: HeteroAccelerator = accelerator
-        adopted._take(hetero_plugin)
+        adopted._take(hetero_plugin, axes)
         return adopted
 
     def _take(self, plugin: HeteroPlugin | Settings, axes: Any = None) -> None:
@@ -151,6 +158,7 @@ class HeteroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no
             whole = {REPLICATE: self.num_processes}
             self.hetero_config = dataclasses.replace(taken.config, mesh=whole)
         refuse_stages(self.hetero_config.mesh, "accelerate")
+        self._axes = axes_of_sizes(self._sizes) if self._n_alike > 1 else None
         self._refuse_early()
         self._waiting: dict[int, UnpairedModel] = {}
         self._replicas: dict[int, Replicas] = {}
@@ -250,15 +258,36 @@ class HeteroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no
         mesh, world = self.hetero_config.mesh, self.num_processes
         return {} if mesh is None or world == 1 else sizes_of(mesh, world)
 
+    @property
+    def _n_alike(self) -> int:
+        """The ranks that have the same batches: those of a tensor, and of a sequence."""
+        return self._sizes.get(TENSOR, 1) * self._sizes.get(CONTEXT, 1)
+
+    @property
+    def parallelism_config(self) -> Any:
+        """The axes of the mesh, for those who ask which ranks have the same batches."""
+        return self._axes or super().parallelism_config
+
+    def _prepare_tp(self, *args: Any) -> Any:
+        return args  # whose tensors are divided before they come here
+
+    def _prepare_cp(self, *args: Any) -> Any:
+        return args
+
     def _prepare_device_mesh(self) -> Any:
-        """Return the mesh by which accelerate deals out batches: the ranks of a tensor, and those
-        of a sequence, get the same ones."""
-        sizes = self._sizes
-        if sizes.get(TENSOR, 1) * sizes.get(CONTEXT, 1) == 1:
+        """Return the mesh by which accelerate deals out batches."""
+        if self._n_alike == 1:
             return super()._prepare_device_mesh()
         if self._data_mesh is None:
-            self._data_mesh = device_mesh(self.device.type, sizes)
+            self._data_mesh = device_mesh(self.device.type, self._sizes)
         return self._data_mesh
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """Gather what ranks have of batches, and each batch once."""
+        if use_gather_object and self.process_index % self._n_alike:
+            input_data = []
+        with each_batch_once(self, self._n_alike):
+            return super().gather_for_metrics(input_data, use_gather_object)
 
     @contextmanager
     def maybe_context_parallel(
@@ -453,24 +482,6 @@ class HeteroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no
         return super().free_memory(*objects)
 
 
-class UnpairedModel:
-    """A model that waits for its optimizer; if it computes first, it is prepared without one."""
-
-    def __init__(self, accelerator: HeteroAccelerator, model: nn.Module) -> None:
-        self.model = model
-        self._accelerator = accelerator
-        self._cancel = before_next_forward(model, self.computes)
-
-    def over(self) -> None:
-        self._cancel()
-        self._accelerator._waiting.pop(id(self.model), None)
-
-    def computes(self) -> None:
-        """Prepare the model for inference: a forward came before the optimizer."""
-        self.over()
-        prepare_tuned(self.model, None, self._accelerator.hetero_config, AVERAGED)
-
-
 class HeteroOptimizer(AcceleratedOptimizer):  # type: ignore[misc]  # accelerate has no types
     """A `hetero.Optimizer` that steps once gradients are complete."""
 
@@ -486,14 +497,3 @@ class HeteroOptimizer(AcceleratedOptimizer):  # type: ignore[misc]  # accelerate
 def is_unprepared(thing: Any) -> bool:
     known = (AcceleratedOptimizer, Optimizer)
     return isinstance(thing, torch.optim.Optimizer) and not isinstance(thing, known)
-
-
-def newest(folder: Path) -> str:
-    """Return the newest ``checkpoint_<n>``; StateError if there is none."""
-    found: Iterable[Path] = folder.glob("checkpoint_*") if folder.is_dir() else ()
-    try:
-        return str(max(found, key=lambda path: int(path.name.rpartition("_")[2])))
-    except ValueError as error:
-        raise StateError(
-            f"{folder} has no checkpoint", advice="name a directory that save_state wrote"
-        ) from error

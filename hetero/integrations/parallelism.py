@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
 
 from hetero.errors import ConfigError
-from hetero.parallel.mesh import AXES
+from hetero.parallel.mesh import AXES, REPLICATE, SHARD, STAGES
 
 LAUNCHED = "ACCELERATE_USE_PARALLELISM_CONFIG"
 """The variable by which `accelerate launch` asks for one; its sizes are in others."""
@@ -25,6 +25,18 @@ def mesh_of_sizes(axes: Any) -> dict[str, int]:
             advice=f"use {', '.join(f'{name}_size' for name in AXES)}",
         )
     return {name: int(getattr(axes, f"{name}_size", 1)) for name in AXES}
+
+
+def axes_of_sizes(sizes: Mapping[str, int]) -> Any:
+    """Return the ParallelismConfig of a mesh; None in releases of accelerate without one."""
+    try:
+        from accelerate.parallelism_config import ParallelismConfig
+    except ImportError:
+        return None
+    given = {f"{name}_size": size for name, size in sizes.items() if name != STAGES}
+    if sizes[SHARD] == 1:  # it knows no copies without shares
+        given |= {f"{SHARD}_size": sizes[REPLICATE], f"{REPLICATE}_size": 1}
+    return ParallelismConfig(**given, sp_size=1)
 
 
 def drop_masks(model: nn.Module) -> None:

@@ -4,15 +4,46 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from torch import nn
 
-from hetero.api import engine_of, release
+from hetero.api import engine_of, prepare_tuned, release
 from hetero.checkpoint.load import load_checkpoint, same_generators
 from hetero.checkpoint.save import KINDS, STATES
+from hetero.config import Config
 from hetero.errors import StateError
+from hetero.train.access.hooks import before_next_forward
+from hetero.train.engine.tuning import Tuning
 from hetero.train.model.units import MARK
+
+AVERAGED = Tuning(averages=True)
+"""Whole models of several processes are averaged by a framework."""
+
+
+class Waits(Protocol):
+    """Who prepares models with optimizers that come later."""
+
+    hetero_config: Config
+    _waiting: dict[int, UnpairedModel]
+
+
+class UnpairedModel:
+    """A model that waits for its optimizer; if it computes first, it is prepared without one."""
+
+    def __init__(self, accelerator: Waits, model: nn.Module) -> None:
+        self.model = model
+        self._accelerator = accelerator
+        self._cancel = before_next_forward(model, self.computes)
+
+    def over(self) -> None:
+        self._cancel()
+        self._accelerator._waiting.pop(id(self.model), None)
+
+    def computes(self) -> None:
+        """Prepare the model for inference: a forward came before the optimizer."""
+        self.over()
+        prepare_tuned(self.model, None, self._accelerator.hetero_config, AVERAGED)
 
 
 def is_prepared(thing: Any) -> bool:
@@ -61,3 +92,14 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 def is_in(thing: object, those: Iterable[object]) -> bool:
     return any(thing is each for each in those)
+
+
+def newest(folder: Path) -> str:
+    """Return the newest ``checkpoint_<n>``; StateError if there is none."""
+    found: Iterable[Path] = folder.glob("checkpoint_*") if folder.is_dir() else ()
+    try:
+        return str(max(found, key=lambda path: int(path.name.rpartition("_")[2])))
+    except ValueError as error:
+        raise StateError(
+            f"{folder} has no checkpoint", advice="name a directory that save_state wrote"
+        ) from error

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
 import os
 import shutil
 import warnings
@@ -39,7 +38,18 @@ from hetero.integrations.accelerate import (
     HeteroOptimizer,
     HeteroPlugin,
 )
+from hetero.integrations.losses import Losses
+from hetero.integrations.parallelism import LAUNCHED, launched_axes, without
 from hetero.integrations.prepared import is_prepared, load_states, plain_again
+from hetero.integrations.sequences import (
+    KNOWN,
+    check_attention,
+    check_losses,
+    refuse_logits,
+    whole_inputs,
+    whole_loss,
+)
+from hetero.parallel.mesh import CONTEXT
 from hetero.train.engine.check import check_model
 from hetero.types import Tier
 
@@ -151,14 +161,31 @@ class HeteroTrainer(Stock):
             check_trainable(self.model)
         given = self.hetero_given or os.environ.get(SETTINGS) or None
         taken = settings_of(self.args, Config.load(given))
-        super().create_accelerator_and_postprocess()
-        self._hetero_take(taken)
+        self._hetero_axes = None
+        with without(LAUNCHED) as launched:
+            super().create_accelerator_and_postprocess()
+        self._hetero_take(taken, self._hetero_axes or launched_axes(launched))
 
-    def _hetero_take(self: Any, config: Config) -> None:
+    def _build_accelerator_args(self: Any, **kwargs: Any) -> dict[str, Any]:
+        """Keep the axes of ranks from accelerate, which would place parameters by them."""
+        found: dict[str, Any] = super()._build_accelerator_args(**kwargs)
+        self._hetero_axes = found.pop("parallelism_config", None)
+        return found
+
+    def _hetero_take(self: Any, config: Config, axes: Any = None) -> None:
         """Prepare models with these settings from now on."""
         self.args._n_gpu = min(1, self.args.n_gpu)  # more would wrap models in DataParallel
-        HeteroAccelerator.adopt(self.accelerator, HeteroPlugin(config))
+        ours = HeteroAccelerator.adopt(self.accelerator, HeteroPlugin(config), axes)
+        if ours._n_alike > 1:  # the method that Trainer has bound is not ours
+            self.gather_function = functools.partial(
+                ours.gather_for_metrics, use_gather_object=self.args.eval_use_gather_object
+            )
         self._hetero_losses = Losses()
+
+    @property
+    def _hetero_n_parts(self: Any) -> int:
+        """The ranks that have parts of the same sequences."""
+        return int(self.accelerator._sizes.get(CONTEXT, 1))
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Leave the model in its tiers: its parameters are fetched when needed."""
@@ -185,6 +212,37 @@ class HeteroTrainer(Stock):
         if self.args.logging_nan_inf_filter:
             self._hetero_losses.saw(loss, self.state.global_step)
         return loss
+
+    def _prepare_context_parallel_inputs(self: Any, model: Any, inputs: Any) -> Any:
+        """Return the block in which this rank has parts of a batch, and the batch, to be cut."""
+        if self._hetero_n_parts == 1:
+            return super()._prepare_context_parallel_inputs(model, inputs)
+        check_losses(self.args.label_smoothing_factor, self.compute_loss_func)
+        check_attention(model)
+        whole = whole_inputs(model, inputs)
+        cut = [value for name, value in whole.items() if name in KNOWN]
+        block = functools.partial(
+            self.accelerator.maybe_context_parallel,
+            buffers=cut,
+            buffer_seq_dims=[1] * len(cut),
+            no_restore_buffers=set(cut),
+        )
+        return block, whole
+
+    def prediction_step(
+        self: Any, model: Any, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Make a step of an evaluation: the loss of whole sequences, where ranks have parts."""
+        n_parts = self._hetero_n_parts
+        if n_parts == 1:
+            return super().prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)
+        if not prediction_loss_only:
+            refuse_logits()
+        loss, *rest = super().prediction_step(model, inputs, True, *args, **kwargs)
+        if loss is not None:
+            sizes = n_parts, self.accelerator._n_alike // n_parts
+            loss = whole_loss(self.accelerator, loss, sizes)
+        return loss, *rest
 
     def log(self: Any, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Log, and add hetero's figures of the last step."""
@@ -247,43 +305,6 @@ class HeteroTrainer(Stock):
         folder = Path(checkpoint)
         load_states(folder / FOLDER, self.model)
         self.lr_scheduler.load_state_dict(torch.load(folder / SCHEDULE, weights_only=True))
-
-
-class Losses:
-    """The losses since the last log that `logging_nan_inf_filter` keeps out of it.
-
-    Trainer logs the mean of the others, which is 0.0 if there are none.
-    """
-
-    def __init__(self) -> None:
-        self.n_finite = 0
-        self.n_filtered = 0
-        self._warned = False
-
-    def saw(self, loss: torch.Tensor, step: int) -> None:
-        """Count a loss; warn at the first that is filtered."""
-        if bool(torch.isfinite(loss)):
-            self.n_finite += 1
-            return
-        self.n_filtered += 1
-        if not self._warned:
-            self._warned = True
-            warnings.warn(
-                f"the loss of step {step + 1} is {loss.item()}; logging_nan_inf_filter keeps it out"
-                " of the logged loss, and hetero/filtered_losses counts it. Lower the learning"
-                " rate, or look at the data of that step",
-                stacklevel=2,
-            )
-
-    def told(self, logs: dict[str, float]) -> dict[str, float]:
-        """Return logs with the count of filtered losses, and reset it."""
-        found = dict(logs)
-        if self.n_filtered:
-            found["hetero/filtered_losses"] = self.n_filtered
-            if not self.n_finite:
-                found["loss"] = math.nan
-        self.n_finite = self.n_filtered = 0
-        return found
 
 
 def metrics(model: nn.Module) -> dict[str, float]:

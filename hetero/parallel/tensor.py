@@ -178,6 +178,7 @@ class DTensors:
     def __init__(self, meshes: Sequence[DeviceMesh]) -> None:
         self._meshes = {geometry_of(mesh): mesh for mesh in meshes}
         self.ranks = tuple(flattened(meshes[0]))
+        self.device_type = meshes[0].device_type
         self.is_first = dist.get_rank() == self.ranks[0]
 
     def check(self, name: str, param: nn.Parameter) -> None:
@@ -305,6 +306,12 @@ class DTensors:
         local = part._local_tensor.clone()  # not a view, which would keep all of it
         binding.set_grad(param, like(param, local))
         return was_whole
+
+    def is_placed(self, param: nn.Parameter) -> bool:
+        grad = binding.get_grad(param)
+        if not isinstance(param, DTensor) or not isinstance(grad, DTensor):
+            return True
+        return bool(grad.placements == param.placements)
 
     def is_pending(self, param: nn.Parameter) -> bool:
         grad = binding.get_grad(param)

@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import hetero
-from tests.ranks.models import OPTIMIZERS
+from tests.ranks.models import OPTIMIZERS, WHOLE
 
 WORDS, WIDTH = 20, 16
 TIGHT = {"device": "cpu:sim", "hbm": 26_000, "chunk_bytes": 1024}
@@ -106,7 +106,7 @@ def built(run: TensorRun) -> tuple[nn.Module, torch.optim.Optimizer]:
     for number in run.frozen:
         model.blocks[number].requires_grad_(False)
     trained = [param for param in model.parameters() if param.requires_grad]
-    return model, OPTIMIZERS[run.optimizer](trained)
+    return model, {**OPTIMIZERS, **WHOLE}[run.optimizer](trained)
 
 
 def loss_of(model: nn.Module, run: TensorRun, micro: int, dp_rank: int = 0) -> torch.Tensor:
@@ -272,9 +272,10 @@ def train(
     clip: Clip | None = None,
     *,
     dp: int = 0,
+    first: int = 0,
 ) -> Trained:
     losses, norms = [], []
-    for step in range(run.steps):
+    for step in range(first, first + run.steps):
         for micro in range(step * run.passes, (step + 1) * run.passes):
             with around(run):
                 loss = loss_of(model, run, micro, dp)
@@ -350,12 +351,12 @@ TINY: dict[str, int] = {
 """Of models of transformers."""
 
 
-def tiny_llama() -> Any:
+def tiny_llama(**changes: int) -> Any:
     """Return a Llama of transformers, the same one on all ranks."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(**TINY, intermediate_size=64))
+    return LlamaForCausalLM(LlamaConfig(**{**TINY, "intermediate_size": 64, **changes}))
 
 
 def tiny_mixtral() -> Any:

@@ -17,9 +17,16 @@ def check_parted(model: nn.Module, optimizer: torch.optim.Optimizer | None, part
     if not parted:
         return
     rule = None if optimizer is None else Rule(optimizer)
-    if rule is not None and not rule.elementwise:
+    if rule is not None and not rule.steps_parts:
         raise ConfigError(
             f"{type(optimizer).__name__} may need whole tensors, and parameters, as {parted[0]!r},"
-            " are parts of tensors that ranks divide",
+            " are parts of tensors that ranks divide: torch's operations in it refuse these",
+            advice="use a rule that treats each element by itself (AdamW, SGD, Lion, Adagrad), or"
+            " Muon, LAMB or LARS",
+        )
+    if rule is not None and not rule.elementwise and parts.device_type != "cpu":
+        raise ConfigError(
+            f"{type(optimizer).__name__} exchanges parts of tensors, as of {parted[0]!r}, on"
+            f" {parts.device_type} devices, and its step would be in RAM",
             advice="use a rule that treats each element by itself: AdamW, SGD, Lion, Adagrad",
         )

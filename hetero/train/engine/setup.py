@@ -115,6 +115,10 @@ class Setup:
         """Return the place of a parameter in its bucket."""
         return self.blueprint.layout.home[self.index[id(param)]][1]
 
+    def name_of(self, param: torch.Tensor) -> str:
+        """Return the name of a parameter."""
+        return self.segment(param).spec.name
+
     def named_params(self) -> list[tuple[str, nn.Parameter]]:
         return [(self.segment(param).spec.name, param) for param in self.params]
 

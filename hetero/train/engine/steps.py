@@ -7,7 +7,7 @@ made once, at prepare, and reported as the update place.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Mapping
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from hetero.train.update.optimizer import Optimizer
 from hetero.train.update.rules import Group, Rule
 from hetero.train.update.step import Stepper
 from hetero.train.update.together import step_together
+from hetero.train.update.whole_parts import check_placed
 
 Clip = Callable[[], Any]
 
@@ -102,6 +103,10 @@ class TorchSteps(NoSteps):
     def make(self, optimizer: Optimizer, clip: Clip) -> None:
         self.setup.saver.finish()  # the save reads the very bytes that are trained
         self.take_copies()
+        setup = self.setup
+        if setup.parts.kinds:
+            params = (param for group in optimizer.param_groups for param in group["params"])
+            check_placed(self.rule, params, setup.name_of, setup.parts.is_placed)
         clip()
         self.rule.step_in_place(optimizer.param_groups, optimizer.known_state)
 
@@ -150,7 +155,7 @@ class HomeSteps(NoSteps):
             ordered = sorted(ordered, key=lambda bucket: bucket.id)
         updates = [of_bucket[bucket.id] for bucket in ordered]
         residence.announce(begun, updates)
-        self._hand_over_all(updates, seen)
+        self._hand_over_all(updates, seen, stepper.drafts.turns(optimizer.param_groups))
         if begun:
             self._hurry()
         return division
@@ -165,10 +170,16 @@ class HomeSteps(NoSteps):
             jobs = (self.residence.update_of(bucket.id) for bucket in order)
             self.setup.worker.hurry(job for job in jobs if job is not None)
 
-    def _hand_over_all(self, updates: list[Update], seen: Container[int]) -> None:
-        """Begin all updates, and do those of ``seen`` buckets; raise errors after that."""
+    def _hand_over_all(
+        self, updates: list[Update], seen: Container[int], turn: Mapping[int, int]
+    ) -> None:
+        """Begin all updates, and do those of ``seen`` buckets; raise errors after that.
+
+        ``turn``: of parameters' steps that ranks make together, by their indices.
+        """
         self._finished = False
         works = [work for update in updates for work in update.together]
+        works.sort(key=lambda work: turn[work.row.segment.index])
         for bucket_id in {work.bucket.id for work in works}:
             self.residence.let_write(self.setup.buckets[bucket_id])
             self.setup.saver.wait_for(bucket_id)

@@ -199,6 +199,10 @@ class GradStore:
         """Whether every rank had the whole of a gradient, of which its part is left."""
         return self._index[id(param)] in self._cut
 
+    def is_placed(self, param: nn.Parameter) -> bool:
+        """Whether autograd gave a parameter its gradient as ranks divide the parameter."""
+        return not self.was_cut(param) and self.parts.is_placed(param)
+
     def _grads(self, indices: Sequence[int]) -> list[torch.Tensor | None]:
         return [self.parts.grad(self.params[index]) for index in indices]
 

@@ -48,6 +48,8 @@ class Parts(Protocol):
     """The ranks that have the parts of a parameter, this one included."""
     is_first: bool
     """Whether this rank is the first of them."""
+    device_type: str
+    """Where these ranks exchange what they have; "" without any."""
 
     def check(self, name: str, param: nn.Parameter) -> None:
         """Raise ConfigError, with the name, for a wrapper that cannot be paged."""
@@ -109,6 +111,9 @@ class Parts(Protocol):
         """Cut ``param.grad`` to the parameter's own part if it is another; returns whether it was
         whole on every rank. May be collective. StateError for one that is no sum of addends."""
 
+    def is_placed(self, param: nn.Parameter) -> bool:
+        """Whether ``param.grad``, if there is one, lies on ranks as the parameter does."""
+
     def is_pending(self, param: nn.Parameter) -> bool:
         """Whether ``param.grad`` is an addend, of which ranks have one each."""
 
@@ -138,6 +143,7 @@ class PlainTensors:
     kinds: tuple[type, ...] = ()
     ranks: tuple[int, ...] = ()
     is_first = True
+    device_type = ""
     version = staticmethod(version_of)
     data = staticmethod(binding.read_data)
     point = staticmethod(binding.point)
@@ -179,6 +185,9 @@ class PlainTensors:
 
     def fit(self, param: nn.Parameter, name: str) -> bool:
         return False
+
+    def is_placed(self, param: nn.Parameter) -> bool:
+        return True
 
     def is_pending(self, param: nn.Parameter) -> bool:
         return False

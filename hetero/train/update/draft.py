@@ -35,6 +35,7 @@ from hetero.train.update.rules import Group, Rule, State, frozen, kinds_of, same
 from hetero.train.update.states import Ready, StateHomes, numbers_of
 from hetero.train.update.together import draft_together
 from hetero.train.update.trial import Trials
+from hetero.train.update.whole_parts import check_placed, draft_parts
 
 _POSITION = attrgetter("segment.position")
 
@@ -97,6 +98,9 @@ class Drafts:
         refuses (ConfigError), leave everything as it was.
         """
         self._trials.admit(groups)
+        if self._grads.parts.kinds:
+            params = (self._params[index] for index in self.turns(groups))
+            check_placed(self.rule, params, self._name, self._grads.is_placed)
         ready = [(group, self._ready(group, states, begun)) for group in groups]
         updates: dict[int, Update] = {}
         try:
@@ -126,9 +130,12 @@ class Drafts:
         """Return the update of one bucket whose gradients have all come, before the step.
 
         ``settings`` are of the parameters' groups, by index. None if the step has to check first: a
-        parameter in no group, a state that is about to appear, or a rule that is not known.
+        parameter in no group, a state that is about to appear, or a rule that is not known, or that
+        ranks of a tensor follow together.
         """
         if any(slot.segment.index not in settings for slot in slots) or self.rule.known is None:
+            return None
+        if self._grads.parts.kinds and not self.rule.elementwise:
             return None
         update = Update(bucket, may_pass=False)
         found: dict[int, tuple[Settings, list[Ready]]] = {}
@@ -153,6 +160,14 @@ class Drafts:
         for group in groups:
             found.update(dict.fromkeys(self._indices(group), settings_of(group)))
         return found
+
+    def _name(self, param: torch.Tensor) -> str:
+        return self._layout.home[self._index[id(param)]][1].spec.name
+
+    def turns(self, groups: Sequence[Group]) -> dict[int, int]:
+        """Return the place of each parameter in the order of torch's step, by its index."""
+        indices = [index for group in groups for index in self._indices(group)]
+        return {index: turn for turn, index in enumerate(indices)}
 
     def _indices(self, group: Group) -> list[int]:
         """Return the indices of a group's parameters, those of other models left out."""
@@ -195,6 +210,10 @@ class Drafts:
             draft_formula(bench, self.formula, update, now.group, rows)
             return
         update.fresh |= fresh
+        if not self.rule.elementwise:
+            rows = draft_parts(bench, update, now.group, rows, self._grads)
+            if not rows:
+                return
         draft = draft_together if bucket.n_shares > 1 else draft_whole
         if not bucket.has_master and self.rule.elementwise:
             draft = draft_shared if bucket.n_shares > 1 else draft

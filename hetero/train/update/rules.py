@@ -28,6 +28,10 @@ WHOLE_TENSOR = (
     *(getattr(O, name) for name in ("Adafactor", "Muon") if hasattr(O, name)),
     *(optim.LAMB, optim.LARS, optim.AdamW8bit),
 )
+OF_PARTS = (*((O.Muon,) if hasattr(O, "Muon") else ()), optim.LAMB, optim.LARS)
+"""Those of them that step DTensors; of the others torch itself fails."""
+PLACING = (*ELEMENTWISE, optim.LAMB, optim.LARS)
+"""Rules to whose numbers it is all the same how ranks divide a gradient."""
 SCALARS = frozenset({"step", "mu", "mu_product", "eta"})  # whatever their shape
 INERT = frozenset(  # names of a class body that no step reads
     {"__doc__", "__init__", "__module__", "__qualname__", "__firstlineno__", "__annotations__"}
@@ -82,6 +86,8 @@ class Rule:
         self.kind = type(inner)
         self.known = known_rule(inner)
         self.elementwise = self.known in ELEMENTWISE
+        self.places_grads = self.known in PLACING
+        self.steps_parts = self.elementwise or self.known in OF_PARTS
         self._keeps_dtypes = self.kind.load_state_dict is not O.Optimizer.load_state_dict
         self._pattern = make_worker(inner)
         self._step = raw_step(self.kind)
