@@ -121,6 +121,9 @@ class DeviceMemory(Protocol):
     def allocated_peak(self) -> int | None:
         """Return the allocator's peak since `reset_peak`; None without such a count."""
 
+    def allocated_bytes(self) -> int | None:
+        """Return the bytes of the allocator's tensors now; None without such a count."""
+
 
 class Device(Protocol):
     """The only calls that the mechanism makes on a device. Bytes are 1-D uint8 tensors."""

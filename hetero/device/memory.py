@@ -35,6 +35,9 @@ class UncountedMemory:
     def allocated_peak(self) -> int | None:
         return None
 
+    def allocated_bytes(self) -> int | None:
+        return None
+
 
 class CudaMemory:
     """The HBM of a CUDA device, on which lanes copy."""
@@ -87,3 +90,6 @@ class CudaMemory:
 
     def allocated_peak(self) -> int:
         return counts(self._place).peak_bytes
+
+    def allocated_bytes(self) -> int:
+        return counts(self._place).now_bytes

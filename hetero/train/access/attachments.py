@@ -71,15 +71,29 @@ class Attachments:
                 with thawed(param):
                     self.keep(param.register_post_accumulate_grad_hook(notify))
 
-    def surround_forward(self, module: nn.Module, around: Callable[[Call], Call]) -> None:
-        """Wrap a module's forward in ``around``."""
+    def surround_forward(
+        self, module: nn.Module, around: Callable[[Call], Call], *, traced: bool = False
+    ) -> None:
+        """Wrap a module's forward in ``around``.
+
+        ``traced``: code that is compiled around the module compiles its forward without ours;
+        else it runs ours, and what is inside uncompiled.
+        """
         # Around forward and not as hooks: torch skips hooks on KeyboardInterrupt, and some modules
         # (the transformer layers' fast path) compute differently when hooks hang on them. A module
         # compiled in place is bracketed around its compiled callable, so that ours is not traced.
         if (id(module), "compile") not in self._brackets:
             self.bracket(module, "compile", functools.partial(self._following, module))
         is_compiled = module.__dict__.get(COMPILED) is not None
-        self.bracket(module, COMPILED if is_compiled else FORWARD, around)
+        self.bracket(module, COMPILED if is_compiled else FORWARD, around, traced=traced)
+
+    def let_go(self, around: Callable[[Call], Call]) -> None:
+        """Take one wrapper off its call; the call is the module's own again if it has no other."""
+        for key, bracket in list(self._brackets.items()):
+            if around in bracket.layers:
+                bracket.drop(around)
+                if not bracket.layers and bracket.remove():
+                    del self._brackets[key]
 
     def _following(self, module: nn.Module, call: Call) -> Call:
         """Return a module's ``compile`` that keeps our wrappers out of the compiled code."""
@@ -94,11 +108,18 @@ class Attachments:
 
         return compile
 
-    def bracket(self, module: nn.Module, name: str, around: Callable[[Call], Call]) -> None:
+    def bracket(
+        self,
+        module: nn.Module,
+        name: str,
+        around: Callable[[Call], Call],
+        *,
+        traced: bool = False,
+    ) -> None:
         """Wrap a call of a module, and its present wrappers, in ``around``."""
         bracket = self._brackets.get((id(module), name))
         if bracket is None:
-            bracket = self._brackets[id(module), name] = Bracket(module, name)
+            bracket = self._brackets[id(module), name] = Bracket(module, name, traced=traced)
         bracket.add(around)
         bracket.place()
 
@@ -138,7 +159,7 @@ class Bracket:
     Copies and pickles of the module have the original call.
     """
 
-    def __init__(self, module: nn.Module, name: str) -> None:
+    def __init__(self, module: nn.Module, name: str, *, traced: bool = False) -> None:
         self._module = module
         self._name = name
         self.before = module.__dict__.get(name, ABSENT)
@@ -147,7 +168,12 @@ class Bracket:
         own = self.before is ABSENT and isinstance(getattr(type(module), name), FunctionType)
         self.call = self.run = self._of_class if own else self._found
         self.layers: list[Callable[[Call], Call]] = []
-        self._stand_in = torch.compiler.disable(self, reason=EAGER) if name in CALLS else self
+        if name not in CALLS:
+            self._stand_in: Call = self
+        elif traced:
+            self._stand_in = unless_traced(self)
+        else:
+            self._stand_in = torch.compiler.disable(self, reason=EAGER)
         put(module, name, self._stand_in)
 
     @passing
@@ -179,6 +205,13 @@ class Bracket:
         self.layers.append(around)
         self.run = around(self.run)
 
+    def drop(self, around: Callable[[Call], Call]) -> None:
+        """Wrap the call in ``around`` no longer; other wrappers stay."""
+        self.layers.remove(around)
+        self.run = self.call
+        for layer in self.layers:
+            self.run = layer(self.run)
+
     def remove(self) -> bool:
         """Call only the original from now on; leave the module too, unless a patch holds this."""
         self.layers.clear()
@@ -187,6 +220,19 @@ class Bracket:
         if is_placed:
             put(self._module, self._name, self.before)
         return is_placed
+
+
+def unless_traced(bracket: Bracket) -> Call:
+    """Return a call of a bracket, or of the original where it is compiled."""
+
+    @functools.wraps(bracket)
+    @passing
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # keep our code out of the graph
+            return bracket.call(*args, **kwargs)
+        return bracket(*args, **kwargs)
+
+    return call
 
 
 def put(module: nn.Module, name: str, value: Any) -> None:

@@ -12,12 +12,12 @@ import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from hetero.errors import ConfigError, StateError
+from hetero.errors import ConfigError, OutOfMemory, StateError
 from hetero.functional.head import causal_loss, head_of, late
 from hetero.interrupts import theirs
 from hetero.train.access.attachments import Attachments, Call, put, thawed
@@ -29,6 +29,16 @@ from hetero.train.activations.tiles import TILE, mlps, tile, untile
 from hetero.train.model.binding import without_faults
 from hetero.train.model.graph import OurHook
 from hetero.train.model.units import PART, Unit, entries_of, has_params
+
+
+class MemoryGuard(Protocol):
+    """Follows the forwards of a model that stays on its device."""
+
+    def begins(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        """A forward of the whole model begins, on these arguments."""
+
+    def refusal(self, error: torch.OutOfMemoryError) -> OutOfMemory:
+        """Return the error for a forward that found no room."""
 
 
 class Hooks(Attachments):
@@ -67,6 +77,29 @@ class Hooks(Attachments):
                 self.surround_forward(unit.module, around)
         for entry in entries_of(model):
             self.surround_forward(entry, functools.partial(around_batch, activations))
+
+    def guard_memory(self, model: nn.Module, guard: MemoryGuard) -> None:
+        """Let ``guard`` look at what the whole model's forward is given, and at its end."""
+        for entry in entries_of(model):
+            around = functools.partial(around_guarded, guard)
+            self.surround_forward(entry, around, traced=True)
+
+    def watch_units(
+        self, units: Sequence[Unit], activations: ActivationPolicies
+    ) -> Callable[[], None]:
+        """Run every unit's forward under its activation policy; return a call that ends that."""
+        layers = []
+        for index, unit in enumerate(units):
+            if unit.module is not None:
+                around = functools.partial(around_unit, activations, index)
+                self.surround_forward(unit.module, around, traced=True)
+                layers.append(around)
+
+        def end() -> None:
+            for around in layers:
+                self.let_go(around)
+
+        return end
 
     def save_through(self, model: nn.Module, saved: SavedTensors) -> None:
         """Let tensors saved by the whole model's forward pass through our pair of hooks."""
@@ -234,6 +267,20 @@ def around_batch(activations: ActivationPolicies, call: Call) -> Call:
     def forward(*args: Any, **kwargs: Any) -> Any:
         activations.begin(args, kwargs)
         return theirs(call, *args, **kwargs)
+
+    return forward
+
+
+def around_guarded(guard: MemoryGuard, call: Call) -> Call:
+    """Return the whole model's forward, whose begin, and lack of room, ``guard`` hears of."""
+
+    @functools.wraps(call)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        guard.begins(args, kwargs)
+        try:
+            return theirs(call, *args, **kwargs)
+        except torch.OutOfMemoryError as error:
+            raise guard.refusal(error) from error
 
     return forward
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -14,6 +14,22 @@ from hetero.internals import tree_iter
 from hetero.train.activations.held import GraphFootprint
 
 MARGIN = 0.05  # of a measured peak: segments are not reused perfectly, nor are copies equally fast
+
+
+class DeviceBytes(Protocol):
+    """Counts all that is on a device."""
+
+    def now_bytes(self) -> int:
+        """Return the present bytes."""
+
+    def peak_bytes(self) -> int:
+        """Return their peak since `restart`."""
+
+    def most_bytes(self) -> int:
+        """Return as many as there may be, while others keep theirs."""
+
+    def restart(self) -> None:
+        """Begin a new peak."""
 
 
 class AllocatorMeter:
@@ -177,16 +193,54 @@ class AllocatorMeter:
 
         What a forward of ours took is a stranger's to the others.
         """
-        for meter in self._alike():
-            meter.fold(ours=meter is self or not self._watches)
-            meter._gone, meter._frames_last.n_bytes = 0, meter._others()
-        self._device.memory.reset_peak()
+        begin_peak(self._device, of=self)
 
     def _recent(self) -> int:
         return max(0, (self._device.memory.allocated_peak() or 0) - self._others())
 
 
 _counting: weakref.WeakSet[AllocatorMeter] = weakref.WeakSet()
+_whole: weakref.WeakSet[AllocatedBytes] = weakref.WeakSet()
+
+
+def begin_peak(device: Device, *, of: AllocatorMeter | None = None) -> None:
+    """Begin a new peak of a device's allocator, after all that read it have noted the last one."""
+    for meter in _counting:
+        if meter._device.torch_device == device.torch_device:
+            meter.fold(ours=of is None or meter is of or not of._watches)
+            meter._gone, meter._frames_last.n_bytes = 0, meter._others()
+    for count in _whole:
+        count.fold(device.torch_device)
+    device.memory.reset_peak()
+
+
+class AllocatedBytes:
+    """All bytes of torch's allocator on a device, and their peak since `restart`."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._most = 0  # up to the last reset of the allocator's peak
+        _whole.add(self)
+
+    def fold(self, place: torch.device) -> None:
+        """The allocator's peak of a device is about to be reset."""
+        if place == self._device.torch_device:
+            self._most = max(self._most, self._device.memory.allocated_peak() or 0)
+
+    def now_bytes(self) -> int:
+        return self._device.memory.allocated_bytes() or 0
+
+    def peak_bytes(self) -> int:
+        return max(self._most, self._device.memory.allocated_peak() or 0)
+
+    def most_bytes(self) -> int:
+        """Return as many bytes as the allocator may ever have while others keep theirs."""
+        return (self._device.memory.free_bytes() or 0) + self._device.memory.reserved_bytes()
+
+    def restart(self) -> None:
+        """Begin a new peak."""
+        begin_peak(self._device)
+        self._most = 0
 
 
 class Bytes:

@@ -60,6 +60,7 @@ class Forecast:
     """Bytes that units left, and, in proportion to their inputs, will leave.
 
     Args:
+        device: measures the compute of units; None: it is not measured.
         names: of the units.
         kinds: of the units; those of one kind are expected to save alike.
         may_recompute: whether a unit is proven to be recomputable.
@@ -67,7 +68,7 @@ class Forecast:
 
     def __init__(
         self,
-        device: Device,
+        device: Device | None,
         footprint: GraphFootprint,
         *,
         names: Sequence[str],
@@ -129,13 +130,16 @@ class Forecast:
             inputs,
             sum(tensor.nbytes for tensor in inputs),
             self._footprint.live_bytes,
-            self._device.stamp() if self._n_measured[unit] < MEASURED else None,
+            self._stamp() if self._n_measured[unit] < MEASURED else None,
         )
+
+    def _stamp(self) -> Ticket | None:
+        return None if self._device is None else self._device.stamp()
 
     def entered(self, unit: int) -> None:
         """The weights of the open unit are there: it computes from now on."""
         if self.open is not None and self.open.unit == unit and self.open.began is not None:
-            self.open = self.open._replace(began=self._device.stamp())
+            self.open = self.open._replace(began=self._stamp())
 
     def note(self, policy: Policy) -> None:
         """End the open unit's forward: record the bytes it left under its policy."""
@@ -145,8 +149,9 @@ class Forecast:
         left = max(0, self._footprint.live_bytes - seen.held_bytes)
         row, n_bytes = self.rows.get(unit), seen.input_bytes
         saved = self._saved(unit, n_bytes) if policy.recompute else left
-        if seen.began is not None:  # read when the step is over, without waiting here
-            self._stamps[unit] = seen.began, self._device.stamp()
+        ended = self._stamp() if seen.began is not None else None
+        if seen.began is not None and ended is not None:  # read when the step is over, not here
+            self._stamps[unit] = seen.began, ended
             self._n_measured[unit] += 1
         seconds = None
         if row is not None:
@@ -183,6 +188,14 @@ class Forecast:
         unseen = (kind for unit, kind in enumerate(self._kinds) if unit not in self.rows)
         coming = sum(left.get(kind, 0) for kind in unseen)
         return held_bytes + coming + COMPUTING * max(left.values(), default=0)
+
+    def expected_bytes(self, unit: int) -> int:
+        """Return the bytes that a unit is expected to save: of one never seen, as others of its
+        kind, or as the largest."""
+        if unit in self.rows:
+            return self.use(unit).saved_bytes
+        rows = self._of_kind(unit, self.rows) or [*self.rows.values()]
+        return max((row.saved_bytes for row in rows), default=0)
 
     def _of_kind(self, unit: int, others: Iterable[int]) -> list[UnitLeft]:
         kind = self._kinds[unit]
@@ -282,7 +295,7 @@ class Forecast:
         """
         for unit, (began, ended) in self._stamps.items():
             row = self.rows[unit]
-            seconds = self._device.seconds_between(began, ended)
+            seconds = 0.0 if self._device is None else self._device.seconds_between(began, ended)
             row.seconds = seconds if row.seconds is None else min(row.seconds, seconds)
         self._stamps.clear()
         for unit, held in self._began.items():

@@ -19,6 +19,7 @@ MOST_PATHS = 8  # tried of a unit; one with a new path at each step is not pure
 PATIENCE = 4  # trials that found no room
 MOST_KNOWN = 64  # most paths with a remembered verdict
 PIECE = 2**18  # elements digested at once on a device
+DIGEST_BYTES = 3 * 8 * PIECE  # most that a digest takes there meanwhile
 ODD = 0x1E3779B97F4A7C15  # a multiplier without a short period
 
 
@@ -102,8 +103,8 @@ def _sums(flat: torch.Tensor) -> torch.Tensor:
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
     for at in range(0, bits.numel(), PIECE):
         piece = bits[at : at + PIECE].to(torch.int64)
-        weights = torch.arange(at + 1, at + 1 + piece.numel(), device=flat.device) * ODD
-        total = total * ODD + (piece * (weights | 1)).sum()
+        weights = torch.arange(at + 1, at + 1 + piece.numel(), device=flat.device)
+        total = total * ODD + weights.mul_(ODD).bitwise_or_(1).mul_(piece).sum()
     return total
 
 

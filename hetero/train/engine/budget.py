@@ -282,6 +282,11 @@ def stays_resident(plan: Blueprint, hbm: int | None, *, is_cuda: bool) -> bool:
     )
 
 
+def paging_bytes(plan: Blueprint) -> int:
+    """Return the largest budget of HBM under which a model on CUDA is paged."""
+    return int(CUDA_RESIDENT * plan.home_bytes) - 1
+
+
 def bytes_of(tensor: torch.Tensor) -> int:
     """Return the bytes of a buffer, which may be sparse."""
     if tensor.layout is torch.strided:

@@ -6,12 +6,14 @@ from functools import partial
 
 from torch import nn
 
+from hetero.device import Device
 from hetero.memory.manager import ChunkManager
 from hetero.plan.division import Division
 from hetero.plan.hardware import find
 from hetero.plan.weighing import Copies
 from hetero.train.access.runtime import Runtime
 from hetero.train.activations.forecast import Forecast, UnitKind
+from hetero.train.activations.held import GraphFootprint
 from hetero.train.activations.meter import Keeper, Meter, make_meter
 from hetero.train.activations.policy import ActivationPolicies
 from hetero.train.engine.evaluation import Evaluation
@@ -88,17 +90,9 @@ class HbmDivision:
         return self.fitting if self._evaluation is None else self._evaluation
 
     def _make_fitting(self, meter: Meter) -> Fitting:
-        setup, plan = self._setup, self._setup.blueprint
-        layout, footprint = plan.layout, self._runtime.saved.footprint
-        weights = [sum(layout.buckets[b].n_bytes for b in needs) for needs in plan.needs]
-        modules = (None if unit.module is None else type(unit.module) for unit in plan.units)
-        forecast = Forecast(
-            setup.device,
-            footprint,
-            names=[unit.name or "model" for unit in plan.units],
-            kinds=[UnitKind(*kind) for kind in zip(modules, weights, strict=True)],
-            may_recompute=self._activations.may_recompute,
-        )
+        setup, footprint = self._setup, self._runtime.saved.footprint
+        plan, layout = setup.blueprint, setup.blueprint.layout
+        forecast = forecast_of(setup, footprint, self._activations, device=setup.device)
         copies = copies_of(setup)
         return Fitting(
             self.room,
@@ -160,6 +154,27 @@ class HbmDivision:
     def activations_seen(self) -> int:
         """Return this step's peak of bytes outside frames and buffers, plus the useful ring's."""
         return self.fitting.meter.peak_bytes() + self._ring.useful_bytes
+
+
+def forecast_of(
+    setup: Setup,
+    footprint: GraphFootprint,
+    activations: ActivationPolicies,
+    *,
+    device: Device | None,
+) -> Forecast:
+    """Return the forecast of what units leave; their compute is measured by ``device``, if any."""
+    plan = setup.blueprint
+    buckets = plan.layout.buckets
+    weights = [sum(buckets[b].n_bytes for b in needs) for needs in plan.needs]
+    modules = (None if unit.module is None else type(unit.module) for unit in plan.units)
+    return Forecast(
+        device,
+        footprint,
+        names=[unit.name or "model" for unit in plan.units],
+        kinds=[UnitKind(*kind) for kind in zip(modules, weights, strict=True)],
+        may_recompute=activations.may_recompute,
+    )
 
 
 def is_compiled(model: nn.Module) -> bool:

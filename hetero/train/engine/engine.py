@@ -97,6 +97,7 @@ class Engine:
                 self.broken.tear("ranks have updated some of its parameters together, and failed")
             raise
         self.setup.count()
+        self.residence.step_made()
         paged = self.residence
         if division is not None and isinstance(paged, Paged) and paged.border(division):
             self._stay(paged, division)

@@ -186,6 +186,14 @@ class Paged:
             self.manager.home(bucket.id)
             self.trained.grads.release(bucket)
 
+    def step_made(self) -> None:
+        """A step is made: `border` follows."""
+
+    @property
+    def is_decided(self) -> bool:
+        """Whether the next step has nothing to try, and no choice to make."""
+        return self.fitting.is_decided
+
     def spoil(self) -> None:
         """Forget the measurements of a step that came to nothing."""
         self.fitting.spoil()

@@ -15,8 +15,10 @@ from hetero.jobs import Job
 from hetero.memory.layout import Bucket
 from hetero.memory.link import Link
 from hetero.train.access.hooks import before_node
+from hetero.train.activations.allocator import AllocatedBytes, DeviceBytes
 from hetero.train.activations.policy import ActivationPolicies
 from hetero.train.activations.saved import NoViews, SavedTensors
+from hetero.train.engine.foresight import Foresight, NoForesight
 from hetero.train.engine.setup import Setup
 from hetero.train.engine.trained import Trained
 from hetero.train.engine.written import WrittenWeights
@@ -69,6 +71,7 @@ class Resident:
         self.before = before
         self._saved = SavedTensors(NoViews(), parts=setup.parts)
         self.activations = make_activations(setup, self._saved, _enters, _leaves)
+        self.foresight = foresight_for(setup, self.activations, self._saved)
         if before is not None:
             self.activations.policies.update(before.activations.policies)
             self.activations.proofs.update(before.activations.proofs)
@@ -81,12 +84,14 @@ class Resident:
             setup.hooks.shape(setup.model, setup.blueprint.units, self.activations)
         if self.activations.offloads:
             setup.hooks.save_through(setup.model, self._saved)
+        self.foresight.attach()
 
     def detach(self) -> None:
         """Stop taking gradients and writes."""
 
     def close(self) -> None:
         """Refuse graphs that are left of the time when the model was paged."""
+        self.foresight.close()
         if self.before is not None:
             self.before.close()
 
@@ -126,6 +131,15 @@ class Resident:
 
     def updates_done(self) -> None:
         """All updates of the step are done."""
+
+    def step_made(self) -> None:
+        """A step is made: what it took is known."""
+        self.foresight.step_made()
+
+    @property
+    def is_decided(self) -> bool:
+        """Whether the next step has nothing to try, and no choice to make."""
+        return self.foresight.is_decided
 
     def spoil(self) -> None:
         """Forget the measurements of a step that came to nothing."""
@@ -206,6 +220,16 @@ class Mastered(Resident):
 
     def at_home(self) -> AbstractContextManager[Any]:
         return self.weights.at_home()
+
+
+def foresight_for(
+    setup: Setup, activations: ActivationPolicies, saved: SavedTensors
+) -> Foresight | NoForesight:
+    """Return what watches a model that stays, if anything counts the bytes of its device."""
+    counted: DeviceBytes | None = setup.tuning.counted
+    if counted is None and setup.device.memory.allocated_bytes() is not None:
+        counted = AllocatedBytes(setup.device)
+    return NoForesight() if counted is None else Foresight(setup, activations, saved, counted)
 
 
 def _enters(unit: int) -> bool:

@@ -12,6 +12,7 @@ from hetero.jobs import Slice, Worker
 from hetero.memory.pool import Pool, open_pool
 from hetero.plan.schedule import Schedule, Shape
 from hetero.plan.trace import Trace
+from hetero.train.activations.allocator import DeviceBytes
 
 
 @dataclass(slots=True)
@@ -34,6 +35,8 @@ class Tuning:
     """Share of updates of homes on HOST that may pass through HBM; None: as planned."""
     homes_on_hbm: bool | None = None
     """Whether homes of a paged model may be on HBM; None: on CUDA they may."""
+    counted: DeviceBytes | None = None
+    """Counts what is on the device, for a model that stays; None: the device's allocator does."""
     activation_share: float | None = None
     """Share of the HBM for both that activations may take from homes; None: the best one."""
     averages: bool = False

@@ -30,10 +30,13 @@ def users_hooks(param: torch.Tensor) -> list[Any]:
     return [hook for hook in hooks.values() if not isinstance(hook, OurHook)]
 
 
-def leaves_of(outputs: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Yield the leaves that gradients of ``outputs`` flow to, nearest branches first."""
+def leaves_of(outputs: Sequence[Any]) -> Iterator[torch.Tensor]:
+    """Yield the leaves that gradients of ``outputs``, tensors or edges of a graph, flow to, nearest
+    branches first."""
     seen: set[Any] = set()
-    stack: list[Any] = [output.grad_fn for output in outputs]
+    stack: list[Any] = [
+        getattr(out, "grad_fn", None) or getattr(out, "node", None) for out in outputs
+    ]
     while stack:
         node = stack.pop()
         if node is None or node in seen:
