@@ -20,6 +20,7 @@ from torch import nn
 from hetero.api import engine_of
 from hetero.config import Config
 from hetero.errors import ConfigError
+from hetero.parallel.anatomy import DROPOUTS
 from hetero.parallel.launch import Launch
 from hetero.parallel.mesh import STAGES, TENSOR, sizes_of
 from hetero.parallel.splitting import RankStages, kind_of, pipeline_group, split
@@ -122,9 +123,6 @@ def check_dropout(model: nn.Module) -> None:
                     advice="set the model's dropout to 0 in its config.json, or use --mesh"
                     " dp_shard=N",
                 )
-
-
-DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
 
 
 class Scheduled:
