@@ -147,8 +147,8 @@ def kept_after_the_cut(rank: int, folder: Path) -> list[str]:
     given = options(folder, mesh="pp=2")
     task = demo(given)
     known = {name: weakref.ref(param) for name, param in task.model.named_parameters()}
-    with launch(20) as ranks:
-        cut = staged(task, given, settings_of(given), ranks)
+    with launch(20):
+        cut = staged(task, given, settings_of(given))
         del task
         gc.collect()
         there = [name for name, param in known.items() if param() is not None]
