@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import itertools
+import math
 import pickle
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -20,8 +21,9 @@ from torch import nn
 from hetero.api import engine_of
 from hetero.config import Config
 from hetero.errors import ConfigError
+from hetero.parallel.anatomy import DROPOUTS
 from hetero.parallel.launch import Launch
-from hetero.parallel.mesh import STAGES, TENSOR, sizes_of
+from hetero.parallel.mesh import STAGES, TENSOR, sizes_named, sizes_of
 from hetero.parallel.splitting import RankStages, kind_of, pipeline_group, split
 from hetero.parallel.stages import stages_in
 from hetero.recipes.learners import raw, weights_of
@@ -48,13 +50,11 @@ class StagedTask:
     """In the state dict of the whole model, of what trains."""
 
 
-def staged(task: Task, options: TrainOptions, config: Config, ranks: Launch) -> StagedTask:
+def staged(task: Task, options: TrainOptions, config: Config) -> StagedTask:
     """Return this rank's stages of a task. Collective.
 
     Raises ConfigError, on all ranks, for what would not have the bits of one rank.
     """
-    sizes = sizes_of(config.mesh, ranks.size)
-    check_passes(options, sizes[STAGES], ranks.size // sizes[STAGES] // sizes[TENSOR])
     check_dropout(task.model)
     ids = torch.empty(options.batch, options.seq, dtype=torch.long, device="meta")
     clock = MachineClock(machine(config)) if config.profile else None
@@ -69,8 +69,18 @@ def refuse_writing(folder: Path) -> NoReturn:
     raise AssertionError("refused before the run")
 
 
-def check_options(options: TrainOptions, config: Config) -> None:
+def check_options(options: TrainOptions, config: Config, ranks: Launch) -> None:
     """Raise ConfigError for options that stages cannot have, before anything is built."""
+    if ranks.size == 1:
+        named = sizes_named(config.mesh)
+        given = ",".join(f"{axis}={n}" for axis, n in named.items())
+        raise ConfigError(
+            f"--mesh {given}: this is the only rank",
+            advice=f"start it as torchrun --nproc-per-node {math.prod(named.values())} -m hetero"
+            f" train --mesh {given} ...",
+        )
+    sizes = sizes_of(config.mesh, ranks.size)
+    check_passes(options, sizes[STAGES], ranks.size // sizes[STAGES] // sizes[TENSOR])
     if options.task == "sft":
         raise ConfigError(
             f"--mesh with {STAGES} and --task sft: stages send each other tensors of one size, and"
@@ -122,9 +132,6 @@ def check_dropout(model: nn.Module) -> None:
                     advice="set the model's dropout to 0 in its config.json, or use --mesh"
                     " dp_shard=N",
                 )
-
-
-DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
 
 
 class Scheduled:

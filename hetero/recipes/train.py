@@ -93,7 +93,7 @@ def train_on(
         config = dataclasses.replace(config, mesh="world")
     has_stages = sizes_named(config.mesh).get(STAGES, 1) > 1
     if has_stages:
-        check_options(options, config)
+        check_options(options, config, ranks)
     refuse_context(config.mesh, "hetero train", "write a loop: docs/context-parallel.md")
     if ranks.rank:
         options = dataclasses.replace(options, record="none", track=())
@@ -101,7 +101,7 @@ def train_on(
     # 1. data, model and optimizer, as in plain PyTorch
     folder = Path(ranks.first(lambda: str(folder_of(options)), "the run's folder"))
     task = task_of(options, config)
-    cut = staged(task, options, config, ranks) if has_stages else None
+    cut = staged(task, options, config) if has_stages else None
     task = task if cut is None else cut.task
     n_tensor = divided(task.model, config, ranks.size)
     deciding = fingerprint(options, config, task, n_tensor)

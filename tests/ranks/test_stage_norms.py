@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import hetero
+from hetero.api import engine_of
 from hetero.errors import RankLost
 from hetero.parallel.anatomy import result_of
 from hetero.parallel.splitting import call_of, split
@@ -103,6 +104,24 @@ def check(n_ranks: int, kind: str, schedule: str, sizes: dict[str, int], **given
 @pytest.mark.parametrize("given", [{}, {"max_grad_norm": MOST}], ids=["called", "set"])
 def test_stages_are_clipped_by_the_norm_of_the_whole_model(given: dict[str, Any]) -> None:
     check(2, "gpt", "1F1B", {"pp": 2}, **given)
+
+
+def told_in_order(rank: int) -> list[int]:
+    """Tell, in place of norms, where in the whole model each parameter is."""
+    model = model_of("gpt")
+    places = {name: at for at, (name, _) in enumerate(model.named_parameters())}
+    found = split(model, {"pp": 2}, "Interleaved1F1B", batch=words(0, 0)[:1])
+    stages = hetero.prepare(found.stages, **{**SETTINGS, "hbm": 300 * 1024, "mesh": {"pp": 2}})
+    mine = {p: places[s.in_whole(n)] for s in stages for n, p in s.named_parameters()}
+    told = [torch.tensor(float(at)) for at in mine.values()]
+    norms = engine_of(stages).norms.everywhere(list(mine), told)
+    return [int(each) for each in norms]
+
+
+def test_norms_of_stages_come_in_the_order_of_the_whole_model() -> None:
+    n = len(list(model_of("gpt").parameters()))
+
+    assert run_ranks(2, told_in_order) == [list(range(n))] * 2
 
 
 @pytest.mark.slow

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import os
+import signal
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hetero.errors import ConfigError
+from hetero.parallel.launch import launch
+from hetero.recipes.options import TrainOptions, settings_of
 from hetero.recipes.result import RunStart, TrainResult
+from hetero.recipes.stages import staged
+from hetero.recipes.task import demo
 from hetero.recipes.train import train
 from hetero.testing.ranks import outcomes, run_ranks
-from tests.ranks.test_train import by_rank, options
+from tests.ranks.test_train import by_rank, options, stopped
 
 
 def same(result: TrainResult, alone: TrainResult) -> bool:
@@ -105,6 +112,56 @@ def test_a_run_goes_on_at_another_mesh_and_back(tmp_path: Path) -> None:
     out = train(options(folder, **fields, resume=True, out=str(tmp_path / "out")))
     assert out.weights_sha256 == alone.weights_sha256
     assert (tmp_path / "out" / "model.safetensors").exists()
+
+
+@pytest.mark.slow
+def test_stages_with_masters_train_as_one_rank_with_masters(tmp_path: Path) -> None:
+    fields = {"steps": 3, "accumulate": 2}
+    alone = train(in_bf16(tmp_path / "alone", fields))
+
+    for result in run_ranks(2, by_rank_in_bf16, tmp_path / "ranks", {**fields, "mesh": "pp=2"}):
+        assert same(result, alone)
+
+
+def in_bf16(folder: Path, fields: dict[str, Any]) -> TrainOptions:
+    given = options(folder, **fields)
+    return dataclasses.replace(given, settings={**given.settings, "precision": "bf16"})
+
+
+def by_rank_in_bf16(rank: int, folder: Path, fields: dict[str, Any]) -> TrainResult:
+    return train(in_bf16(folder, fields))
+
+
+@pytest.mark.slow
+def test_a_signal_to_one_stage_stops_all_after_the_same_step(tmp_path: Path) -> None:
+    alone = train(options(tmp_path / "alone"))
+
+    for result in run_ranks(2, stopped, tmp_path / "ranks", {"mesh": "pp=2"}):
+        assert (result.steps, result.signal) == (3, signal.SIGTERM)
+    for result in run_ranks(2, by_rank, tmp_path / "ranks", {"mesh": "pp=2", "resume": True}):
+        assert same(result, alone)
+
+
+def kept_after_the_cut(rank: int, folder: Path) -> list[str]:
+    """Return the names of the whole model's parameters that are in memory once it is cut."""
+    given = options(folder, mesh="pp=2")
+    task = demo(given)
+    known = {name: weakref.ref(param) for name, param in task.model.named_parameters()}
+    with launch(20):
+        cut = staged(task, given, settings_of(given))
+        del task
+        gc.collect()
+        there = [name for name, param in known.items() if param() is not None]
+        (stage,) = cut.found.stages
+        assert {stage.in_whole(name) for name, _ in stage.named_parameters()} == {*there}
+    return there
+
+
+def test_a_rank_keeps_the_weights_of_its_own_stage_alone(tmp_path: Path) -> None:
+    first, last = run_ranks(2, kept_after_the_cut, tmp_path)
+
+    assert "tokens.weight" in first and "head.weight" in last
+    assert not {*first} & {*last}
 
 
 REFUSED = [
