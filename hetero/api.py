@@ -110,8 +110,9 @@ def prepare_tuned(
         undo.callback(engine.release)
         pipeline.meet("prepare")
         undo.pop_all()
-    follows = follow_tensors(engine.setup.comm.everyone if engine.parts.kinds else None)
-    engine.setup.joins(pipeline.company, pipeline.close, context.close, follows)
+    tensors = follow_tensors(engine.setup.comm.everyone, len(engine.parts.ranks))
+    engine.setup.before_step = tensors.meet
+    engine.setup.joins(pipeline.company, pipeline.close, context.close, tensors.close)
     return model if optimizer is None else (model, engine.optimizer)
 
 
