@@ -112,8 +112,9 @@ def prepare_tuned(
         undo.pop_all()
     setup = engine.setup
     norms = pipeline.norms(setup.parts, setup.device.torch_device)
-    follows = follow_tensors(setup.comm.everyone if engine.parts.kinds else None)
-    setup.joins(pipeline.company, norms, pipeline.close, context.close, follows)
+    tensors = follow_tensors(setup.comm.everyone, len(engine.parts.ranks))
+    setup.before_step = tensors.meet
+    setup.joins(pipeline.company, norms, pipeline.close, context.close, tensors.close)
     return model if optimizer is None else (model, engine.optimizer)
 
 

@@ -3,6 +3,10 @@
 DTensors wait for their collectives in one function of torch's, on any thread. When a rank leaves,
 gloo ends such a wait with an error about a connection; the news that ranks of a prepared model have
 of each other say which rank left first, and why.
+
+torch compares no calls: ranks that go different ways wait for each other in collectives of another
+kind, or add up numbers of different layers. Before a step all ranks of a tensor therefore meet:
+one that made other calls finds the rest waiting, and all of them end.
 """
 
 from __future__ import annotations
@@ -13,25 +17,47 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from hetero.errors import HeteroError
+from hetero.errors import DivergenceError, HeteroError
 from hetero.internals import Replacement, collective_wait, install
 from hetero.parallel.farewell import Parting
 from hetero.parallel.gloo import Talks
 from hetero.parallel.news import HEARING_SECONDS, Left
 from hetero.parallel.waits import TIMED_OUT
-from hetero.types import noop
 
 WHAT = "a part of a tensor"
 _following: weakref.WeakSet[TensorRanks] = weakref.WeakSet()
 
 
 class TensorRanks:
-    """The ranks of a prepared model's tensors."""
+    """The ranks of a prepared model's tensors.
 
-    def __init__(self, talks: Talks) -> None:
-        self._talks = talks
+    Args:
+        talks: of all ranks of the model.
+        n_ranks: those that have the parts of one tensor, which follow each other.
+    """
+
+    def __init__(self, talks: Talks, n_ranks: int) -> None:
+        self.n_waits = 0
+        """For collectives, since the last step."""
+        self._talks, self._n_ranks = talks, n_ranks
         self._uninstall = weakref.finalize(self, install(guards()))
         _following.add(self)
+
+    def meet(self, settings: str) -> None:
+        """Compare what ranks of a tensor have done since the last step, and by which settings they
+        step. Raises DivergenceError on all of them."""
+        mine = f"{self.n_waits} waits for collectives, settings of groups {settings}"
+        self.n_waits = 0
+        told = self._talks.agree(mine.encode(), "a step")
+        first = self._talks.rank // self._n_ranks * self._n_ranks
+        rows = [row.decode() for row in told[first : first + self._n_ranks]]
+        if len(set(rows)) > 1:
+            said = "; ".join(f"rank {first + n}: {row}" for n, row in enumerate(rows))
+            raise DivergenceError(
+                f"ranks of a tensor come to a step in different ways ({said})",
+                advice="give them the same batches, passes and settings, and let all go the same"
+                " way through the model",
+            )
 
     def ask_why(self, error: RuntimeError, began: float) -> None:
         """Raise RankLost if a rank has left, or did not answer within the group's time limit."""
@@ -48,15 +74,22 @@ class TensorRanks:
         self._uninstall()
 
 
-def follow_tensors(company: object) -> Callable[[], object]:
-    """Let waits for collectives of a model's tensors say which rank they have lost.
+class NoTensors:
+    """No rank has a part of another one's tensor."""
+
+    def meet(self, settings: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def follow_tensors(company: object, n_ranks: int) -> TensorRanks | NoTensors:
+    """Return the ranks of a model's tensors; their waits say from now on which rank they have lost.
 
     Args:
         company: all ranks of the model, or this one alone.
-
-    Returns a function that ends this.
+        n_ranks: those that have the parts of one tensor; 0 for a model without any.
     """
-    return TensorRanks(company).close if isinstance(company, Talks) else noop
+    return TensorRanks(company, n_ranks) if isinstance(company, Talks) and n_ranks else NoTensors()
 
 
 def _asking(wait: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -65,6 +98,8 @@ def _asking(wait: Callable[[Any], Any]) -> Callable[[Any], Any]:
     @functools.wraps(wait)
     def waited(tensor: Any) -> Any:
         began = time.monotonic()
+        for ranks in _following:
+            ranks.n_waits += 1
         try:
             return wait(tensor)
         except RuntimeError as error:

@@ -5,20 +5,26 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed._functional_collectives as collectives
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 import hetero
-from hetero.errors import OutOfMemory, RankLost
-from hetero.parallel.lost import TensorRanks
+from hetero.errors import DivergenceError, RankLost
 from hetero.testing.rank_faults import happen
 from hetero.testing.ranks import Died, outcomes, run_ranks
-from tests.ranks.tensor_models import TIGHT, TensorRun, built, train
+from tests.ranks.tensor_models import TIGHT, TensorRun, around, built, loss_of, mesh_of, train
 
 RUN = TensorRun(steps=2, clip=0.05)
-SAID = {"killed": "it was killed", "memory": "OutOfMemory: planted", "error": "Planted: planted"}
+SAID = {
+    "killed": "it was killed",
+    "memory": "OutOfMemory: HBM out of memory. planted",
+    "error": "Planted: planted",
+}
 
 
 class Counted:
@@ -66,7 +72,42 @@ def test_a_rank_that_is_lost_in_a_collective_is_named_on_the_others(
     assert "rank 1 left" in str(first.error) and SAID[how] in str(first.error)
     assert first.error.advice
     if how == "memory":
-        assert isinstance(second.error, OutOfMemory)
+        assert "errors.OutOfMemory: " in second.text
+
+
+def goes_another_way(rank: int, way: str, style: str) -> None:
+    """Make a step, and a second one of which one rank makes another."""
+    run = TensorRun(style, steps=1)
+    model, plain = built(run)
+    model, optimizer = hetero.prepare(model, plain, **{**TIGHT, "timeout_seconds": 3.0})
+    train(model, optimizer, run)
+    limit = timedelta(seconds=4)  # as in init_process_group; half an hour if nothing is said
+    _set_pg_timeout(limit, mesh_of(run).get_group())
+    if rank and way == "rate":
+        optimizer.param_groups[0]["lr"] = 0.5
+    elif rank and way == "block":
+        model.blocks[1].forward = lambda x: x
+    elif rank and way == "forward":
+        with around(run), torch.no_grad():
+            loss_of(model, run, 7)
+    train(model, optimizer, run, first=1)
+    train(model, optimizer, run, first=2)
+
+
+@pytest.mark.slow  # ranks wait until one is late
+@pytest.mark.parametrize("style", ["tp", "sequence", "vocabulary"])
+@pytest.mark.parametrize("way", ["rate", "block", "forward"])
+def test_ranks_of_a_tensor_that_go_different_ways_are_an_error_on_all(way: str, style: str) -> None:
+    found = outcomes(2, goes_another_way, way, style)
+    assert all(isinstance(each, Died) for each in found)
+    # gloo itself ends a process that is sent more than it waits for
+    ended = [each for each in found if way == "block" and "status 6" in each.text]
+    assert len(ended) < 2
+    for each in (each for each in found if each not in ended):
+        if way == "rate":
+            assert "different ways (rank 0: " in str(each.error), each.text
+        assert isinstance(each.error, DivergenceError), each.text  # or RankLost, which is one
+        assert each.error.advice
 
 
 def other_errors(rank: int) -> None:
@@ -74,10 +115,12 @@ def other_errors(rank: int) -> None:
     own = collectives.wait_tensor
     model, optimizer = hetero.prepare(model, plain, **TIGHT)
     assert collectives.wait_tensor is not own
+    error = RuntimeError("of the user's")
     with pytest.raises(RuntimeError, match="of the user's") as caught:
-        TensorRanks.ask_why(next(iter(following())), RuntimeError("of the user's"), 0.0)
-        raise RuntimeError("of the user's")
+        next(iter(following())).ask_why(error, 0.0)
+        raise error
     assert not isinstance(caught.value, RankLost)
+    torch.distributed.barrier()  # until then no rank lets go
     hetero.release(model, optimizer)
     assert collectives.wait_tensor is own
 

@@ -15,6 +15,7 @@ from hetero.errors import BudgetError, StateError, StorageError
 from hetero.events import What
 from hetero.plan.division import Division
 from hetero.train.engine.admission import Admission
+from hetero.train.engine.alike import digest_of, settings_of
 from hetero.train.engine.broken import Broken
 from hetero.train.engine.paged import Paged
 from hetero.train.engine.resident import Mastered, Resident
@@ -90,6 +91,9 @@ class Engine:
         self.broken.refuse()
         self._refuse_excess()
         self.admission.admit_all(optimizer.param_groups)
+        if self.parts.kinds:
+            facts = settings_of(optimizer.param_groups)
+            self.setup.before_step(digest_of(f"{name}: {value}" for name, value in facts.items()))
         try:
             division = self.steps.make(optimizer, self._clip)
         except BaseException:

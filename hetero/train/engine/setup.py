@@ -37,7 +37,7 @@ from hetero.train.gradients.clip import OWN_NORMS, Norms
 from hetero.train.model.parts import Parts, PlainTensors
 from hetero.train.update.masters import Masters
 from hetero.train.update.passage import N_SLOTS
-from hetero.types import Kind, Lane, Tier
+from hetero.types import Kind, Lane, Tier, noop
 
 WARM_STEPS = 3  # steps in which states appear and the heap has to settle
 
@@ -79,6 +79,9 @@ class Setup:
     """All ranks of a pipeline, of whose stages this one has its own; None without one."""
     norms: Norms = OWN_NORMS
     """Of the gradients of all stages."""
+    before_step: Callable[[str], None] = noop
+    """Takes a digest of the groups' settings before a step; collective, where ranks divide
+    tensors."""
     steps: int = 0
     stats: StepStats = field(default_factory=StepStats)
     index: dict[int, int] = field(init=False)
