@@ -37,7 +37,7 @@ from hetero.report.measure import NS, Measured, Summary, measure, summarize
 from hetero.report.peaks import Peak
 from hetero.report.run import Run
 from hetero.report.views import REHEARSED, Sidecar, WhatIf
-from hetero.train.engine.budget import CUDA_RESIDENT
+from hetero.train.engine.budget import paging_bytes
 from hetero.train.update.trial import check_optimizer
 from hetero.types import Kind, Tier, format_bytes
 
@@ -242,7 +242,8 @@ class Fitted(NamedTuple):
 
 
 def until_it_fits(scene: Scene) -> Fitted:
-    """Rehearse with budgets raised until all fits, or with `with_more_room`."""
+    """Rehearse with budgets raised until all fits. A model that stays on its device, and still
+    finds no room there for what units leave, is rehearsed paged."""
     short: dict[str, Shortfall] = {}
     raises: Counter[str] = Counter()
     for _ in range(MOST_RAISES):
@@ -254,7 +255,8 @@ def until_it_fits(scene: Scene) -> Fitted:
         if error is None and found is not None:
             if not overflows(scene, found):
                 return Fitted(found, scene.config, tuple(short.values()))
-            scene = replace(scene, config=with_more_room(scene.config, found))
+            paging = Config.load(scene.config, hbm=paging_bytes(found.blueprint))
+            scene = replace(scene, config=paging)
             continue
         if error is None or error.tier not in BUDGETS or not error.needed_bytes:
             break
@@ -275,18 +277,6 @@ def overflows(scene: Scene, found: Rehearsal) -> bool:
     """Whether a model that stays on the device leaves its activations no room there."""
     limit = device_for(scene.config, scene.profile).memory.total_bytes()
     return not found.uses and limit is not None and found.peaks[Tier.HBM] > limit
-
-
-def with_more_room(config: Config, found: Rehearsal) -> Config:
-    """Return settings for a model that `overflows`: it recomputes, or, if it does, is paged."""
-    keeps = config.activations == "auto"  # where weights stay
-    more = {"activations": "recompute"} if keeps else {"hbm": paging_bytes(found)}
-    return Config.load(config, **more)
-
-
-def paging_bytes(found: Rehearsal) -> int:
-    """Return the largest budget of HBM under which a model on CUDA is paged."""
-    return int(CUDA_RESIDENT * found.blueprint.home_bytes) - 1
 
 
 def next_budget(now_bytes: int, needed_bytes: int, before: int) -> int:
@@ -446,7 +436,7 @@ def as_rehearsed(measured: Measured, shortfalls: Sequence[Shortfall], tokens: in
 
 def as_paged(scene: Scene, found: Rehearsal) -> Rehearsal:
     """Rehearse a model that stays with too little memory for that, to see what units leave."""
-    less = paging_bytes(found)
+    less = paging_bytes(found.blueprint)
     config = replace(scene.config, hbm=less, device=scene.config.device or "cuda")
     if scene.profile.gpu is None:
         config = replace(config, device="cpu:sim")

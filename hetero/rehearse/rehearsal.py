@@ -35,7 +35,7 @@ from hetero.rehearse.disk import DryDisk, open_dry_pool
 from hetero.rehearse.failures import explaining
 from hetero.rehearse.kernels import AsOn
 from hetero.rehearse.mirror import mirrored, ranks_of
-from hetero.rehearse.staying import Staying
+from hetero.rehearse.staying import DryBytes, Staying
 from hetero.rehearse.twin import twin_of
 from hetero.rehearse.worker import DryWorker
 from hetero.report.profile import ceilings, meta_of, rated_write_bytes
@@ -164,8 +164,10 @@ def rehearse(scene: Scene) -> Rehearsal:
         ram_seconds=lambda n: n * touched / scene.profile.host.dram_bytes_per_second.value,
         n_carriers=N_SLOTS if device.is_cuda else 0,
     )
+    counted = DryBytes(device.memory.total_bytes())
     tuning = Tuning(
         worker=worker,
+        counted=counted if device.is_cuda else None,
         depth=scene.depth,
         activation_share=scene.activation_share,
         homes_on_hbm=scene.homes_on_hbm,
@@ -175,8 +177,9 @@ def rehearse(scene: Scene) -> Rehearsal:
         tuning.open_pool = partial(open_dry_pool, disk)
     engine = assemble(scene.model, scene.optimizer, config, device, blueprint, tuning, comm)
     device.ram_used = lambda: comm.n_local * engine.setup.ledger.used(Tier.HOST)
-    # the engine counts no activations of a model that stays
-    staying = None if paged_of(engine) is not None else Staying(engine)
+    counted.charged = partial(engine.setup.ledger.used, Tier.HBM)
+    # the engine's ledger has no activations of a model that stays
+    staying = None if paged_of(engine) is not None else Staying(engine, counted)
     steps: list[RehearsedStep] = []
     error = None
     with AsOn(is_cuda=device.is_cuda):
@@ -359,7 +362,7 @@ def one_step(
         flops=clock.flops,
         summed_bytes=clock.summed_bytes,
         summed_seconds=clock.summed_seconds,
-        is_decided=not isinstance(residence, Paged) or residence.fitting.is_decided,
+        is_decided=residence.is_decided,
     )
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from hetero.events import What
@@ -13,6 +14,38 @@ from hetero.types import Kind, Tier
 BACKWARD, STEP = "backward", "step"
 
 
+class DryBytes:
+    """Counts what is on a device without bytes, as torch's allocator counts it on CUDA.
+
+    Args:
+        most: the size of the device; None: without a limit.
+    """
+
+    def __init__(self, most: int | None) -> None:
+        self.live = LiveBytes()
+        self.charged: Callable[[], int] = lambda: 0
+        """Returns what the engine's ledger counts there."""
+        self._most = most
+        self._before = 0  # the peak up to the last phase
+
+    def fold(self) -> None:
+        """Begin a phase: the peak of the last one counts on."""
+        self._before = max(self._before, self.live.recent)
+        self.live.recent = self.live.live
+
+    def now_bytes(self) -> int:
+        return self.charged() + self.live.live
+
+    def peak_bytes(self) -> int:
+        return self.charged() + max(self._before, self.live.recent)
+
+    def most_bytes(self) -> int:
+        return sys.maxsize if self._most is None else self._most
+
+    def restart(self) -> None:
+        self._before, self.live.recent = 0, self.live.live
+
+
 class Staying:
     """Counts what operations make, and logs it phase by phase, on top of the engine's ledger.
 
@@ -20,10 +53,10 @@ class Staying:
     the bytes of all three are those that were counted.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, counted: DryBytes) -> None:
         blueprint = engine.setup.blueprint
         trained = [b for b in blueprint.layout.buckets if blueprint.costs[b.id].grad]
-        self.live = LiveBytes()
+        self.live, self._counted = counted.live, counted
         self.most: dict[Kind, int] = {}
         """The most bytes of each kind."""
         self._log, self._ledger = engine.setup.log, engine.setup.ledger
@@ -36,7 +69,8 @@ class Staying:
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
         """Log a phase's peak for as long as it lasts, and what is left after it."""
-        began, self.live.recent = self._log.clock(), self.live.live
+        began = self._log.clock()
+        self._counted.fold()
         yield
         stepped = self._log.step > 0 or phase == STEP
         self._show(began, self.live.recent, grads=phase != "forward", states=stepped)

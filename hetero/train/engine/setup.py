@@ -39,6 +39,7 @@ from hetero.train.update.masters import Masters
 from hetero.train.update.passage import N_SLOTS
 from hetero.types import Kind, Lane, Tier, noop
 
+PARCEL_CHUNK_BYTES = 16 * 2**20  # of what units of a model that stays send down, if they have to
 WARM_STEPS = 3  # steps in which states appear and the heap has to settle
 
 
@@ -275,6 +276,8 @@ def make_offload(
     """Return the offload of activations, in chunks like those of parameters."""
     required = config.activations == "offload"
     chunk_bytes = 4 * budget.plan.layout.chunk_numel
+    if budget.stays and not required:  # what a small model saves may be large
+        chunk_bytes = max(chunk_bytes, PARCEL_CHUNK_BYTES)
     parcels = ParcelStore(
         device,
         Link(device, log),  # counted by itself: `StepStats` is of parameters
