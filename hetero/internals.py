@@ -374,6 +374,7 @@ def ring_options(*, is_balanced: bool) -> Iterator[None]:
 RUN_BACKWARD = Place(torch.autograd, "_engine_run_backward")
 MODULE_CALL = Place(torch.nn.Module, "__call__")
 SCRIPT_CALL = Place(torch.jit.ScriptFunction, "__call__")
+AUTOCAST_INIT = Place(torch.autocast, "__init__")
 SAVED_HOOKS_ENTER = Place(torch.autograd.graph.saved_tensors_hooks, "__enter__")
 WRAPPERS = (  # through which transforms of functorch take their arguments
     Place(import_module("torch._functorch.eager_transforms"), "_wrap_for_grad"),

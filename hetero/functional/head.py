@@ -109,6 +109,15 @@ def has_memory(value: object) -> TypeGuard[torch.Tensor]:
     return isinstance(value, torch.Tensor) and not late
 
 
+def causal_model_of(model: nn.Module) -> nn.Module:
+    """Return the module whose forward computes the loss.
+
+    A wrapper as PEFT's shows names of the model inside it, and what is put on the wrapper the model
+    does not see.
+    """
+    return next((m for m in model.modules() if hasattr(type(m), "loss_function")), model)
+
+
 def head_of(model: nn.Module) -> nn.Linear:
     """Return a causal model's head; ConfigError for any other model."""
     find = getattr(model, "get_output_embeddings", None)

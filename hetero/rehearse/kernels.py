@@ -7,13 +7,15 @@ is one that makes every score. The conditions here are those of ``sdp_utils_cpp.
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable
+from functools import partial, wraps
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from hetero.dry import write_unseen
+from hetero.dry import META, write_unseen
+from hetero.internals import AUTOCAST_INIT, install
 
 HALF = (torch.float16, torch.bfloat16)
 FLASH_HEAD_DIM = 256  # of CUDA's flash kernels
@@ -25,7 +27,7 @@ class AsOn:
     """Computes attention of meta tensors as ``is_cuda``, or else a CPU, would, inside the block.
 
     The operation itself gets another kernel, so calls by any name are caught; a mode would see
-    every call of torch.
+    every call of torch. There autocast may be switched off for the meta device, as for any other.
     """
 
     def __init__(self, *, is_cuda: bool) -> None:
@@ -35,10 +37,32 @@ class AsOn:
         self._library = torch.library.Library("aten", "IMPL")
         attention: Any = partial(attend, self._attend)
         self._library.impl("scaled_dot_product_attention", attention, "AutogradMeta")
+        self._undo = install((AUTOCAST_INIT.replaced(casts_none_of_meta),))
         return self
 
     def __exit__(self, *raised: Any) -> None:
+        self._undo()
         self._library._destroy()
+
+
+def casts_none_of_meta(own: Callable[..., None]) -> Callable[..., None]:
+    """Return `torch.autocast.__init__` that takes the meta device where nothing is to be cast.
+
+    torch has no autocast for it, and refuses even to switch it off; to switch it on stays an error.
+    """
+
+    @wraps(own)
+    def init(
+        self: torch.autocast,
+        device_type: str,
+        dtype: torch.dtype | None = None,
+        enabled: bool = True,
+        cache_enabled: bool | None = None,
+    ) -> None:
+        casts = enabled or device_type != META.type
+        own(self, device_type if casts else "cpu", dtype, enabled, cache_enabled)
+
+    return init
 
 
 def attend(

@@ -20,6 +20,7 @@ from hetero.plan.machine import Dtype, MachineProfile
 from hetero.rehearse.mirror import ranks_of
 from hetero.rehearse.models import Described, describe
 from hetero.rehearse.named import machine
+from hetero.rehearse.raises import Raises
 from hetero.rehearse.rehearsal import (
     PlainStep,
     Rehearsal,
@@ -43,8 +44,6 @@ from hetero.types import Kind, Tier, format_bytes
 
 MOST_RAISES = 24  # of budgets, until everything fits
 DTYPE: dict[str, Dtype] = {"fp32": "fp32", "bf16": "bf16", "fp16": "fp16"}
-EXACT_RAISES = 2  # of one budget to an error's figure, which sees a peak only as far as it came
-FIRST_RAISE = 1 / 64  # of a budget, at least, from then on; each raise twice as much as the last
 BUDGETS = {"HBM": "hbm", "HOST": "host", "NVME": "nvme_bytes"}
 
 
@@ -245,7 +244,7 @@ def until_it_fits(scene: Scene) -> Fitted:
     """Rehearse with budgets raised until all fits. A model that stays on its device, and still
     finds no room there for what units leave, is rehearsed paged."""
     short: dict[str, Shortfall] = {}
-    raises: Counter[str] = Counter()
+    raises = Raises()
     for _ in range(MOST_RAISES):
         try:
             found = rehearse(scene)
@@ -260,12 +259,13 @@ def until_it_fits(scene: Scene) -> Fitted:
             continue
         if error is None or error.tier not in BUDGETS or not error.needed_bytes:
             break
-        field = BUDGETS[error.tier]
+        tier, needed = raises.asked(error, budget(scene, "hbm"), budget(scene, "host"))
+        field = BUDGETS[tier]
         now = budget(scene, field)
-        have = short[error.tier].have_bytes if error.tier in short else now
-        needed = next_budget(now or 0, error.needed_bytes, raises[error.tier])
-        raises[error.tier] += 1
-        short[error.tier] = Shortfall(error.tier, have, needed, str(error.args[0]))
+        have = short[tier].have_bytes if tier in short else now
+        needed = raises.raised(tier, now or 0, needed)
+        why = short[tier].why if tier != error.tier else str(error.args[0])
+        short[tier] = Shortfall(tier, have, needed, why)
         scene = replace(scene, config=Config.load(scene.config, **{field: needed}))
     raise ConfigError(
         f"no budgets were found that hold this model: {error}",
@@ -277,13 +277,6 @@ def overflows(scene: Scene, found: Rehearsal) -> bool:
     """Whether a model that stays on the device leaves its activations no room there."""
     limit = device_for(scene.config, scene.profile).memory.total_bytes()
     return not found.uses and limit is not None and found.peaks[Tier.HBM] > limit
-
-
-def next_budget(now_bytes: int, needed_bytes: int, before: int) -> int:
-    """Return the budget to try next, after so many raises ``before``."""
-    if before < EXACT_RAISES:
-        return needed_bytes
-    return max(needed_bytes, int(now_bytes * (1 + FIRST_RAISE * 2 ** (before - EXACT_RAISES))))
 
 
 def budget(scene: Scene, field: str) -> int | None:

@@ -160,3 +160,18 @@ def test_on_cuda_attention_is_one_kernel(dtype: torch.dtype, mask: bool, saved: 
     assert output.shape == query.shape
     assert any(saved in row for row in seen.rows)
     assert not any("aten.bmm" in row for row in seen.rows)
+
+
+def test_autocast_may_be_switched_off_for_tensors_without_bytes_and_not_on() -> None:
+    own = torch.autocast.__init__
+    with AsOn(is_cuda=True):
+        with torch.autocast("meta", enabled=False):
+            assert not torch.is_autocast_enabled("cpu")
+        with pytest.raises(RuntimeError):
+            torch.autocast("meta")
+        with torch.autocast("cpu", torch.bfloat16), torch.autocast("cpu", enabled=False):
+            assert not torch.is_autocast_enabled("cpu")
+
+    assert torch.autocast.__init__ is own
+    with pytest.raises(RuntimeError):
+        torch.autocast("meta", enabled=False)

@@ -83,7 +83,7 @@ def data(step: int) -> Tensor:
     return torch.randint(0, VOCAB, (3, LENGTH), generator=torch.Generator().manual_seed(step))
 
 
-def prepared(model: Causal, **settings: Any) -> tuple[Any, Any]:
+def prepared(model: nn.Module, **settings: Any) -> tuple[Any, Any]:
     given = {"device": "cpu", "hbm": "256KiB", "chunk_bytes": 512, **settings}
     return hetero.prepare(model, adamw(model), fused_loss=True, **given)
 
@@ -113,6 +113,32 @@ def test_a_causal_model_trains_as_with_its_own_loss(
             rule.zero_grad()
     for name, value in model.state_dict().items():
         assert torch.allclose(value, plain.state_dict()[name], atol=2e-4), name
+
+
+class Wrapper(nn.Module):
+    """Shows the names of the model inside it, as PEFT's models do."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("inner"), name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.inner.forward(*args, **kwargs)
+
+
+def test_the_loss_of_a_model_in_a_wrapper_is_fused_too() -> None:
+    model, _ = prepared(Wrapper(make()))
+
+    output = model(data(0), labels=data(0))
+
+    assert isinstance(output["logits"], LateLogits)
+    assert not output["logits"].computed
 
 
 def test_logits_that_somebody_looks_at_are_the_heads_own() -> None:

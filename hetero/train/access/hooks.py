@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from hetero.errors import ConfigError, OutOfMemory, StateError
-from hetero.functional.head import causal_loss, head_of, late
+from hetero.functional.head import causal_loss, causal_model_of, head_of, late
 from hetero.interrupts import theirs
 from hetero.train.access.attachments import Attachments, Call, put, thawed
 from hetero.train.access.runtime import Runtime
@@ -120,10 +120,11 @@ class Hooks(Attachments):
 
     def fuse_loss(self, model: nn.Module) -> None:
         """Let a causal language model's loss compute without its head's logits."""
-        head = head_of(model)
-        loss: Any = model.loss_function
+        causal = causal_model_of(model)
+        head = head_of(causal)
+        loss: Any = causal.loss_function
         self.bracket(head, "forward", functools.partial(late, head))
-        self.replace(model, "_loss_function", causal_loss(head, loss))
+        self.replace(causal, "_loss_function", causal_loss(head, loss))
 
     def before_gradients(
         self, params: Mapping[int, nn.Parameter], arriving: Callable[[int], None]
