@@ -15,7 +15,7 @@ from hetero.errors import BudgetError, OutOfMemory
 from hetero.train.engine.tuning import Tuning
 from hetero.types import Kind, Lane, Tier
 from tests.equivalence.blocks import SOME, UNIT, UNITS, WIDTH, Run, check_save_under_way
-from tests.equivalence.harness import adamw, compare, measure
+from tests.equivalence.harness import adamw, compare, measure, sgd
 from tests.equivalence.meddling import BLOCKS, Meddles, nine_steps
 from tests.equivalence.zoo import BY_NAME, CASES, Case
 
@@ -26,6 +26,18 @@ def test_the_zoo_trains_as_plain_torch_with_some_homes_on_hbm(case: Case) -> Non
     hbm = measure(case, adamw, 256, devices=("cpu", "cpu:sim")).of(2.2)
     device = SimDevice(seed=3, checked=True)
     compare(case, adamw, hbm=hbm, device=device, tuning=Tuning(homes_on_hbm=True))
+
+
+@pytest.mark.campaign(seconds=3)
+@pytest.mark.parametrize("policy", ["recompute", "offload"])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_weights_are_read_at_home_for_units_whose_activations_are_not_kept(
+    case: Case, policy: str
+) -> None:
+    hbm = measure(case, sgd, 256, devices=("cpu", "cpu:sim")).of(2.2)
+    device = SimDevice(seed=3, checked=True)
+    tuning = Tuning(homes_on_hbm=True)
+    compare(case, sgd, hbm=hbm, device=device, tuning=tuning, activations=policy)
 
 
 def sim_run(hbm: int, *, homes_on_hbm: bool = True, **settings: Any) -> Run:
@@ -266,3 +278,42 @@ def test_writes_to_weights_that_are_read_at_home_are_those_of_frames(
 ) -> None:
     run = pair(SOME, nine_steps, precision=precision, block=block)
     assert run.on_hbm
+
+
+def test_weights_that_a_save_has_yet_to_read_are_read_in_frames() -> None:
+    """A write inside of a unit would come before the save, and is noticed after it was made."""
+    run = sim_run(SOME)
+    six_steps(run)
+    residence: Any = run.engine.residence
+    at_home = residence.manager._at_home
+    events = at_home._events
+    at_home._events = events._replace(saving=lambda bucket: True)
+    run.step(6)
+    assert run.engine.setup.stats.n_bytes[Lane.D2D] >= len(run.on_hbm) * UNIT * 4 > 0
+    at_home._events = events
+    for number in (7, 8):  # the border had prefetched for the first
+        run.step(number)
+    assert run.engine.setup.stats.n_bytes[Lane.D2D] == 0
+
+
+class Looks(Meddles):
+    """It notes what is bound at home while it computes."""
+
+    turns = (7,)
+    residence: Any = None
+
+    def meddle(self) -> None:
+        self.bound = self.residence.bound_at_home()
+
+
+def test_weights_that_a_unit_computes_with_at_home_are_bound_there_until_it_ends() -> None:
+    """A save reads these at once, and they do not move down."""
+    run = sim_run(SOME, block=Looks)
+    six_steps(run)
+    blocks: Any = run.model.blocks
+    for block in blocks:
+        block.residence = run.engine.residence
+    on_hbm = run.on_hbm
+    run.step(6)
+    assert [block.bound for block in blocks] == [[b] if b in on_hbm else [] for b in range(UNITS)]
+    assert blocks[0].residence.bound_at_home() == [] and on_hbm

@@ -34,7 +34,7 @@ class Frames:
         self.moves.append(("prefetch", bucket))
         self.replicas[bucket] = None
 
-    def pin(self, buckets: Iterable[int], why: str, spare: Any) -> None:
+    def pin(self, buckets: Iterable[int], why: str, spare: Any, *, in_frames: bool) -> None:
         self.moves += [("pin", bucket) for bucket in buckets]
 
 
