@@ -343,7 +343,7 @@ def make_manager(
             overwriting=setup.masters.overwriting,
             written=setup.masters.reset,
             wrote=setup.masters.wrote,
-            saving=lambda bucket: bool(setup.saver.jobs_before(bucket)),
+            saving=setup.saver.has_yet_to_read,
             updated=trained.grads.release,
         ),
         limit=hbm.fewest_frames,

@@ -400,6 +400,10 @@ class Saver:
         """Return the jobs that an update of a bucket has to come after."""
         return () if self._saving is None else self._saving.before_writing(bucket_id)
 
+    def has_yet_to_read(self, bucket_id: int) -> bool:
+        """Whether a save has yet to read a bucket's homes."""
+        return bool(self.jobs_before(bucket_id))
+
     def wait_for(self, bucket_id: int) -> None:
         """Return when a bucket's homes may change: a user's write comes home."""
         if self._saving is not None:
