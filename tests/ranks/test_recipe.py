@@ -63,6 +63,8 @@ def refused(rank: int) -> None:
     refuse(nn.ModuleDict({"a": Attention(3)}), r"'a.q_proj' has 3 heads of 4, which 2 ranks")
     words = nn.ModuleDict({"embed": nn.Embedding(7, 16), "a": Attention(4)})
     refuse(words, "'embed' has 7 words, which 2 ranks do not divide")
+    mlp = {"up_proj": nn.Linear(16, 15), "down_proj": nn.Linear(15, 16)}
+    refuse(nn.ModuleDict(mlp), "'up_proj' .*15.* 2 ranks")
 
 
 def test_what_ranks_do_not_divide_is_refused_by_name() -> None:
