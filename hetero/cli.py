@@ -278,7 +278,7 @@ def calibrate_options(quick: bool, given: dict[str, Any]) -> CalibrateOptions:
     return CalibrateOptions(
         pace=QUICK if quick else FULL,
         device=given["device"],
-        burn_in_bytes=None if burn_in is None else parse_bytes(burn_in, "--nvme-burnin"),
+        burn_in_bytes=None if burn_in is None else parse_bytes(burn_in, "nvme_burnin"),
         **paths,
     )
 

@@ -15,7 +15,7 @@ from hetero.plan.pipeline import SCHEDULES
 from hetero.recipes.guide import GroupedCommand, SizeType
 from hetero.recipes.options import SETTINGS, FieldForm, TrainOptions, documented, forms
 
-SPOKEN = (*forms(Config), *forms(TrainOptions))  # names that errors may use
+SPOKEN = (*forms(Config), *forms(TrainOptions), "nvme_burnin")  # names that errors may use
 SIZE = SizeType()
 POSITIVE = click.IntRange(min=1)
 DEVICE = click.Choice(DEVICES)

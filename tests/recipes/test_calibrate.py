@@ -733,4 +733,4 @@ def test_a_burn_in_size_that_is_none_is_refused(few: None) -> None:
     result = call("--nvme-burnin", "much")
 
     assert result.exit_code == 2
-    assert "--nvme-burnin='much' is not a size" in result.stderr
+    assert "--nvme-burnin much is not a size" in result.stderr
