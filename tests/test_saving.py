@@ -491,6 +491,23 @@ def test_a_model_that_was_loaded_in_part_gives_nothing_out_until_a_whole_load(
     hetero.release(model, optimizer)
 
 
+@pytest.mark.parametrize("where", ["resident", "paged"])
+def test_after_a_load_forwards_run_as_before_it(disk: Path, where: str) -> None:
+    """What is wrapped around them pages, slices and recomputes; a load refuses them meanwhile."""
+    model, optimizer, _ = two_saves(disk, where)
+
+    def forwards() -> dict[str, Any]:
+        found = ((name, module.__dict__.get("forward")) for name, module in model.named_modules())
+        return {name: forward for name, forward in found if forward is not None}
+
+    before = forwards()
+    assert before or where == "resident"
+    hetero.load_checkpoint(disk / "saved", model, optimizer)
+    assert forwards() == before
+    hetero.release(model, optimizer)
+    assert not forwards()
+
+
 @pytest.mark.campaign(seconds=2)
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EROFS])
 @pytest.mark.parametrize("op", ["create", "reserve", "write", "sync", "rename", "sync_folder"])

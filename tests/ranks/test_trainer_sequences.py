@@ -76,7 +76,7 @@ def by_trainer(rank: int, folder: Path, way: str, settings: dict[str, Any]) -> d
         settings = {**settings, "mesh": {"cp": 2}}
     data = rows(2 * PASSES * STEPS)
     found: dict[str, Any] = {}
-    resumes = way == "given" and "fused_loss" not in settings
+    resumes = way == "given"
     for resumed in (None, str(folder / "checkpoint-3")) if resumes else (None,):
         made = trainer_of(transformers.Trainer)(
             model=llama(),

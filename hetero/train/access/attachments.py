@@ -164,7 +164,8 @@ class Bracket:
         self._name = name
         self.before = module.__dict__.get(name, ABSENT)
         self._found: Call = getattr(module, name)
-        functools.update_wrapper(self, self._found)
+        # of one of ours, attributes would come along that say what *it* replaced
+        functools.update_wrapper(self, self._found, updated=())
         own = self.before is ABSENT and isinstance(getattr(type(module), name), FunctionType)
         self.call = self.run = self._of_class if own else self._found
         self.layers: list[Callable[[Call], Call]] = []
