@@ -64,7 +64,7 @@ CASES: dict[str, list[tuple[str, str]]] = {
     "dtype and device": [
         ("train --precision bf61", "bf16"),
         ("train --device tpu", "cuda"),
-        ("train --device cuda:0", "cuda:0"),
+        ("train --device cuda:0", "CUDA_VISIBLE_DEVICES"),
         (f"{DEMO} --device cuda", "CUDA"),
     ],
     "model": [
@@ -174,6 +174,6 @@ def test_a_wrong_input_ends_with_what_was_wrong_and_what_to_do(
     text = " ".join(result.stderr.split())
     assert result.exit_code == 2, result.output
     assert said in text
-    assert "Traceback" not in result.output
+    assert "Traceback" not in result.output and "[Errno" not in text
     assert "Usage:" in text or text.count("Advice:") == 1
-    assert not re.search(r"\b\w+=", text.replace("misses==0", "")), "advice in Python"
+    assert not re.search(r"\b[a-z]\w*=", text.replace("misses==0", "")), "advice in Python"

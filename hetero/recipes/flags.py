@@ -12,13 +12,13 @@ import click
 
 from hetero.config import ACTIVATIONS, DEVICES, FROZEN, PRECISIONS, Config
 from hetero.plan.pipeline import SCHEDULES
-from hetero.recipes.guide import GroupedCommand, SizeType
+from hetero.recipes.guide import DeviceName, GroupedCommand, SizeType
 from hetero.recipes.options import SETTINGS, FieldForm, TrainOptions, documented, forms
 
 SPOKEN = (*forms(Config), *forms(TrainOptions), "nvme_burnin")  # names that errors may use
 SIZE = SizeType()
 POSITIVE = click.IntRange(min=1)
-DEVICE = click.Choice(DEVICES)
+DEVICE = DeviceName(DEVICES)
 PRECISION = click.Choice(PRECISIONS)
 SCHEDULE = click.Choice(SCHEDULES)
 KINDS = {  # of options whose field has too general a type

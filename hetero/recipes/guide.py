@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.shell_completion import CompletionItem
 from click.types import StringParamType
 
 from hetero.plan.presets import PRESETS
+
+if TYPE_CHECKING:
+    Choice = click.Choice[str]
+else:  # of an older click, which takes no type
+    Choice = click.Choice
 
 SIZES_TEXT = (
     "SIZE is text in any case: 20GiB, or 20G for short (2^30 bytes each), 20GB (10^9 each), or a"
@@ -56,6 +61,19 @@ class SizeType(StringParamType):
     """A size as people type it; settings are checked together, when all are known."""
 
     name = "size"
+
+
+class DeviceName(Choice):
+    """A kind of device; which one of a kind, the environment says."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return a kind; a GPU by its number is told how to choose it."""
+        if str(value).startswith("cuda:"):
+            kinds = ", ".join(map(repr, self.choices))
+            self.fail(
+                f"{value!r} is not one of {kinds}; CUDA_VISIBLE_DEVICES=1 chooses a GPU", param, ctx
+            )
+        return super().convert(value, param, ctx)
 
 
 class ModelName(StringParamType):

@@ -173,8 +173,9 @@ class Run:
                 )
             meta = Meta.parse(data)
         except (OSError, Unparsable) as error:
+            why = f"{META}: {error.strerror}" if isinstance(error, OSError) else error
             raise ConfigError(
-                f"{folder} is no run: {error}",
+                f"{folder} is no run: {why}",
                 advice=f"name a directory with {META} and {EVENTS} in it",
             ) from error
         return cls.of(meta, read_events(folder / EVENTS, meta), read_values(folder))
