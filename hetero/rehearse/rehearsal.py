@@ -372,11 +372,11 @@ def passes(
     """Run the forwards and backwards of a step; yields how long each took."""
     losses: dict[tuple[int, int], torch.Tensor] = {}
     logged = not isinstance(engine.residence, Paged)
-    last = {each.turn: at for at, each in enumerate(scene.order)}
-    models = [*scene.model.children()] if len(last) > 1 else [scene.model]
+    several = any(each.turn for each in scene.order)
+    models = [*scene.model.children()] if several else [scene.model]
     for at, (batch, is_forward, turn) in enumerate(scene.order):
         began, name = device.clock(), "forward" if is_forward else "backward"
-        alone = scene.exchange_once and at < last[turn]
+        alone = scene.exchange_once and at < len(scene.order) - 1
         with (
             engine.no_sync() if alone else nullcontext(),
             phase(engine, name, staying) if logged else nullcontext(),
