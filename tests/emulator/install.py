@@ -131,4 +131,4 @@ def watch_kernel(extension: ModuleType) -> None:
             for key in held:
                 extension.host_end(key)
 
-    kernel.Library.update = watched  # type: ignore[method-assign]
+    kernel.Library.update = watched  # type: ignore[method-assign]  # tells of reads

@@ -21,7 +21,7 @@ from hetero.recipes.optimizers import factor_of, optimizer_of
 from hetero.recipes.task import demo
 from hetero.recipes.train import train
 from hetero.testing.ranks import run_ranks
-from tests.ranks.test_split import SETTINGS, loss_of, made, stepped
+from tests.ranks.test_split import SETTINGS, in_whole, loss_of, made, stepped
 from tests.ranks.test_stage_norms import words
 from tests.ranks.test_train import by_rank, options
 from tests.ranks.test_train_stages import same
@@ -40,12 +40,7 @@ def on_stages(rank: int, kind: str, schedule: str) -> tuple[dict[str, torch.Tens
         stepped(found, running, words(number, rank % COPIES))
         optimizer.step()
         optimizer.zero_grad()
-    values = {
-        stage.in_whole(name): value.clone()
-        for stage in stages
-        for name, value in stage.state_dict().items()
-    }
-    return values, status(stages).evictions
+    return in_whole(stages), status(stages).evictions
 
 
 def in_one(kind: str, exchange: str) -> dict[str, torch.Tensor]:

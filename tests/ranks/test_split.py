@@ -409,6 +409,15 @@ def stepped(found: RankStages, schedule: Any, ids: torch.Tensor) -> list[torch.T
     return losses
 
 
+def in_whole(stages: Any) -> dict[str, torch.Tensor]:
+    """Return the weights of a rank's stages by their names in the whole model."""
+    return {
+        stage.in_whole(name): value.clone()
+        for stage in stages
+        for name, value in stage.state_dict().items()
+    }
+
+
 def trained(rank: int, n_ranks: int, kind: str, name: Any, settings: dict[str, Any]) -> Any:
     """Train this rank's stages within a budget; return weights by their names in the whole model,
     and how often they were evicted."""
@@ -426,12 +435,7 @@ def trained(rank: int, n_ranks: int, kind: str, name: Any, settings: dict[str, A
         stepped(found, schedule, words(number))
         optimizer.step()
         optimizer.zero_grad()
-    values = {
-        stage.in_whole(name): value.clone()
-        for stage in stages
-        for name, value in stage.state_dict().items()
-    }
-    return values, status(stages).evictions
+    return in_whole(stages), status(stages).evictions
 
 
 def trained_in_one(kind: str) -> dict[str, torch.Tensor]:

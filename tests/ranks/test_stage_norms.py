@@ -21,7 +21,7 @@ from hetero.parallel.tensor import parallelize
 from hetero.recipes.gpt import GPT, GPTConfig
 from hetero.testing.ranks import outcomes, run_ranks
 from tests.ranks.tensor_models import torch_clip
-from tests.ranks.test_split import LENGTH, SETTINGS, WORDS, loss_of, made, stepped
+from tests.ranks.test_split import LENGTH, SETTINGS, WORDS, in_whole, loss_of, made, stepped
 
 MICRO_BATCHES, STEPS, MOST = 4, 3, 0.3
 Norms = list[float]
@@ -63,12 +63,7 @@ def on_stages(
             norms.append(optimizer.clip_grad_norm_(MOST).item())
         optimizer.step()
         optimizer.zero_grad()
-    values = {
-        stage.in_whole(name): value.clone()
-        for stage in stages
-        for name, value in stage.state_dict().items()
-    }
-    return values, norms
+    return in_whole(stages), norms
 
 
 def in_one(kind: str, n_copies: int = 1) -> tuple[Values, Norms]:
