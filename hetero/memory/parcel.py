@@ -1,7 +1,9 @@
 """Parcels: flushed activations, in chunks on HOST, beyond its budget on NVME (floor 1, mechanism).
 
 The storages of a parcel lie one after the other in an index space of bytes, cut into chunks of one
-size, so that free ones serve any parcel. Landed bytes never change, and may be fetched repeatedly.
+size, so that free ones serve any parcel. That size follows from the first parcel: a copy a chunk
+costs a launch, and each parcel leaves some of its last chunk unused. Landed bytes never change, and
+may be fetched repeatedly.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import torch
 from hetero.config import describe_limit
 from hetero.device import Device, Slab, Ticket, release_slab
 from hetero.errors import OutOfMemory
-from hetero.io import align_up
+from hetero.io import ALIGN, align_up
 from hetero.memory.extent import Extents, PinSpan, PinUse, Request
 from hetero.memory.ledger import Ledger
 from hetero.memory.link import Link
@@ -27,6 +29,8 @@ from hetero.memory.transfers import Landing, Transfers
 from hetero.types import Kind, Lane, Tier, format_bytes
 
 ALIGN_BYTES = 64  # where a storage begins in its parcel
+CHUNKS = 16  # that the first parcel is cut into, about: it leaves 1/16 of them unused at most
+MOST_BYTES = 16 * 2**20  # of a chunk: past the knee of every link measured
 WHAT = "activations"
 ELEMENT_BYTES = 4  # of an extent's elements
 BUDGETS = {Tier.HOST: "host", Tier.NVME: "nvme_bytes"}
@@ -99,7 +103,7 @@ class ParcelStore:
     """Flushes storages of the device to chunks and fetches them again.
 
     Args:
-        chunk_bytes: of every chunk, a multiple of 64.
+        least_bytes: of a chunk, a multiple of 64.
         pool: for chunks that HOST has no room for.
         ram: returns the bytes of RAM that may still be taken.
         reserved: returns the bytes of a tier that others will still take.
@@ -112,7 +116,7 @@ class ParcelStore:
         link: Link,
         ledger: Ledger,
         *,
-        chunk_bytes: int,
+        least_bytes: int,
         pool: Pool | NoPool,
         ram: Callable[[], int],
         reserved: Callable[[Tier], int],
@@ -122,7 +126,8 @@ class ParcelStore:
         self.link = link
         """The link of these bytes; it counts them alone."""
         self._ledger = ledger
-        self._chunk_bytes = align_up(chunk_bytes) if pool.spills else chunk_bytes
+        self._chunk_bytes = align_up(least_bytes) if pool.spills else least_bytes
+        self._is_sized = False
         self._pool = pool
         self._ram = ram
         self._reserved = reserved
@@ -143,6 +148,9 @@ class ParcelStore:
         self.transfers.finish()
         parcel = Parcel(tuple(source.numel() for source in sources))
         end = sum(aligned(n) for n in parcel.sizes_bytes)
+        if not self._is_sized:
+            self._chunk_bytes = self._size_for(end)
+            self._is_sized = True
         try:
             for _ in range(-(-end // self._chunk_bytes)):
                 parcel.chunks.append(self._take())
@@ -267,6 +275,14 @@ class ParcelStore:
 
     def _landing(self, ticket: Ticket) -> Landing:
         return Landing(self.link, ticket, Kind.ACTIVATION)
+
+    def _size_for(self, n_bytes: int) -> int:
+        """Return the bytes of a chunk if parcels are like one of ``n_bytes``."""
+        align, most = ALIGN_BYTES, MOST_BYTES
+        if self._pool.spills:  # which holds several extents, and a chunk whole
+            align, most = ALIGN, min(most, ELEMENT_BYTES * self._pool.extent_numel)
+        size = min(n_bytes // CHUNKS, most) // align * align
+        return max(size, self._chunk_bytes)
 
     def _release(self, chunk: ParcelChunk) -> None:
         for ticket in chunk.idle:

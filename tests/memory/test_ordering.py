@@ -62,7 +62,7 @@ def test_a_chunk_is_filled_anew_behind_the_copy_that_still_reads_it() -> None:
         device,
         Link(device, EventLog()),
         ledger,
-        chunk_bytes=4096,
+        least_bytes=4096,
         pool=NoPool(),
         ram=lambda: 2**40,
         reserved=lambda tier: 0,

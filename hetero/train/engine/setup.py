@@ -39,7 +39,6 @@ from hetero.train.update.masters import Masters
 from hetero.train.update.passage import N_SLOTS
 from hetero.types import Kind, Lane, Tier, noop
 
-PARCEL_CHUNK_BYTES = 16 * 2**20  # of what units of a model that stays send down, if they have to
 WARM_STEPS = 3  # steps in which states appear and the heap has to settle
 
 
@@ -273,22 +272,21 @@ def make_offload(
     log: EventLog,
     comm: Comm,
 ) -> Offload:
-    """Return the offload of activations, in chunks like those of parameters."""
+    """Return the offload of activations, in chunks like those of parameters or larger ones."""
     required = config.activations == "offload"
     chunk_bytes = 4 * budget.plan.layout.chunk_numel
-    if budget.stays and not required:  # what a small model saves may be large
-        chunk_bytes = max(chunk_bytes, PARCEL_CHUNK_BYTES)
+    least = MIN_BYTES if budget.stays and not required else min(MIN_BYTES, chunk_bytes)
     parcels = ParcelStore(
         device,
         Link(device, log),  # counted by itself: `StepStats` is of parameters
         ledger,
-        chunk_bytes=chunk_bytes,
+        least_bytes=chunk_bytes,
         pool=store.pool,
         ram=partial(free_ram, device, comm),
         reserved=unclaimed(budget, ledger, store),
         counts_on=required,
     )
-    return Offload(parcels, device, required=required, min_bytes=min(MIN_BYTES, chunk_bytes))
+    return Offload(parcels, device, required=required, min_bytes=least)
 
 
 def free_ram(device: Device, comm: Comm) -> int:

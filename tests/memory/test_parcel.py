@@ -1,0 +1,81 @@
+"""The chunks that activations go down in: few copies, and little of HOST that is unused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+import torch
+
+from hetero.device import SimDevice, Ticket
+from hetero.events import EventLog
+from hetero.memory.ledger import Ledger
+from hetero.memory.link import Link
+from hetero.memory.parcel import CHUNKS, MOST_BYTES, Parcel, ParcelStore
+from hetero.memory.pool import NoPool
+from hetero.types import Kind, Lane, Tier
+
+
+class Counting(SimDevice):
+    """Counts the copies that are asked of it."""
+
+    def __init__(self) -> None:
+        super().__init__(checked=True, lazy=0.0)
+        self.n_copies = 0
+
+    def copy(
+        self, lane: Lane, dst: torch.Tensor, src: torch.Tensor, after: Iterable[Ticket] = ()
+    ) -> Ticket:
+        self.n_copies += 1
+        return super().copy(lane, dst, src, after)
+
+
+class World:
+    """A store of parcels on a device that counts, with all of the HOST that it wants."""
+
+    def __init__(self, least_bytes: int) -> None:
+        self.device = Counting()
+        self.ledger = Ledger({Tier.HOST: 2**40})
+        self.store = ParcelStore(
+            self.device,
+            Link(self.device, EventLog()),
+            self.ledger,
+            least_bytes=least_bytes,
+            pool=NoPool(),
+            ram=lambda: 2**40,
+            reserved=lambda tier: 0,
+            counts_on=False,
+        )
+        self.parcels: list[Parcel] = []
+
+    def flush(self, n_bytes: int) -> tuple[int, int]:
+        """Send ``n_bytes`` down; returns the copies, and the bytes of HOST they took."""
+        n_before, before = self.device.n_copies, self.ledger.used(Tier.HOST, Kind.ACTIVATION)
+        self.parcels.append(self.store.flush([torch.zeros(n_bytes, dtype=torch.uint8)]))
+        self.store.transfers.finish()
+        taken = self.ledger.used(Tier.HOST, Kind.ACTIVATION) - before
+        return self.device.n_copies - n_before, taken
+
+
+@pytest.mark.parametrize("n_bytes", [2**20, 3 * 2**20 + 64, 10**6])
+def test_a_large_parcel_takes_few_copies_where_chunks_of_parameters_are_tiny(n_bytes: int) -> None:
+    world = World(least_bytes=64)
+    for _ in range(3):  # parcels of a step are alike
+        n_copies, taken = world.flush(n_bytes)
+        assert n_copies <= CHUNKS + 1
+        assert taken <= n_bytes * (CHUNKS + 1) / CHUNKS
+
+
+def test_a_parcel_that_is_much_smaller_than_the_first_leaves_a_part_of_one_chunk() -> None:
+    world = World(least_bytes=64)
+    world.flush(2**20)
+    assert world.flush(100) == (1, 2**20 // CHUNKS)
+
+
+def test_chunks_are_no_smaller_than_those_of_parameters() -> None:
+    assert World(least_bytes=2**18).flush(2**20) == (4, 2**20)
+
+
+def test_chunks_end_where_a_larger_one_makes_no_link_faster() -> None:
+    n_bytes = 32 * MOST_BYTES
+    assert World(least_bytes=2**18).flush(n_bytes) == (32, n_bytes)
