@@ -20,7 +20,7 @@ class Counting(SimDevice):
     """Counts the copies that are asked of it."""
 
     def __init__(self) -> None:
-        super().__init__(checked=True, lazy=0.0)
+        super().__init__(checked=False, lazy=0.0)
         self.n_copies = 0
 
     def copy(
