@@ -11,12 +11,13 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.engine import Figure, Figures, adamw
-from hetero.api import prepare, release, status
+from hetero.api import prepare, release
 from hetero.device import SimDevice
 from hetero.errors import BudgetError
 from hetero.functional.loss import linear_cross_entropy
 from hetero.parallel.context import WAYS, ZIGZAG, context_parallel
 from hetero.recipes.gpt import Block, GPTConfig
+from hetero.status import status
 from hetero.testing.ranks import run_ranks
 
 SHAPE = GPTConfig(width=32, layers=4, heads=4, vocab=64, checkpoint_blocks=False)

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from benchmarks.engine import Figure, Figures, adamw, timed
-from hetero.api import engine_of, prepare_tuned, status
+from hetero.api import engine_of, prepare_tuned
 from hetero.checkpoint.save import save_checkpoint
 from hetero.checkpoint.writer import retain
 from hetero.config import Config
@@ -33,6 +33,7 @@ from hetero.memory.ledger import Ledger
 from hetero.memory.pool import Pool, open_pool
 from hetero.recipes.gpt import GPT, GPTConfig
 from hetero.recipes.work import SIZE, raw
+from hetero.status import status
 from hetero.train.engine.engine import Engine
 from hetero.train.engine.tuning import Tuning
 from hetero.types import Kind, Tier

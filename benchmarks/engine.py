@@ -14,12 +14,13 @@ import torch
 from torch import nn
 
 from benchmarks.paging import paged_of
-from hetero.api import engine_of, prepare_tuned, status
+from hetero.api import engine_of, prepare_tuned
 from hetero.config import Config
 from hetero.device import SimDevice, finish_compute
 from hetero.jobs import Worker
 from hetero.plan.schedule import Schedule
 from hetero.recipes.gpt import GPT, GPTConfig
+from hetero.status import status
 from hetero.train.engine.engine import Engine
 from hetero.train.engine.tuning import Tuning
 from hetero.types import Lane

@@ -24,11 +24,12 @@ from benchmarks.engine import (
 )
 from benchmarks.memory import memory_of_this_process, reset_peak
 from benchmarks.paging import paged_of
-from hetero.api import engine_of, prepare, prepare_tuned, release, status
+from hetero.api import engine_of, prepare, prepare_tuned, release
 from hetero.config import Config
 from hetero.device import SimDevice
 from hetero.export import dtype_name
 from hetero.recipes.gpt import GPT, GPTConfig
+from hetero.status import status
 from hetero.tensorfile import header
 from hetero.train.engine.tuning import Tuning
 from hetero.train.model.empty import empty_parameters

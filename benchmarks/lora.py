@@ -8,9 +8,10 @@ import torch
 from torch import nn
 
 from benchmarks.engine import Figure, Figures
-from hetero.api import engine_of, prepare_tuned, status
+from hetero.api import engine_of, prepare_tuned
 from hetero.config import FROZEN, Config
 from hetero.recipes.gpt import GPT, GPTConfig
+from hetero.status import status
 from hetero.types import Kind, Tier
 
 REACH = {"keep": 2.0, "int8": 1.0, "nf4": 0.55}  # bytes of a frozen bf16 parameter

@@ -12,10 +12,11 @@ import torch
 from torch import nn
 
 from benchmarks.engine import Figure, Figures, adamw
-from hetero.api import empty_init, engine_of, prepare_tuned, status
+from hetero.api import empty_init, engine_of, prepare_tuned
 from hetero.bench import CHECKOUT
 from hetero.config import Config
 from hetero.recipes.gpt import GPT, GPTConfig
+from hetero.status import status
 from hetero.train.engine.blueprint import draw
 from hetero.types import Kind, Tier
 

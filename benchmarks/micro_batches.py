@@ -13,13 +13,14 @@ from torch.distributed.pipelining import schedules
 
 from benchmarks.engine import Figure, Figures
 from benchmarks.paging import paged_of
-from hetero.api import prepare_tuned, status
+from hetero.api import prepare_tuned
 from hetero.config import Config
 from hetero.device import SimDevice
 from hetero.memory.frame import FrameMap
 from hetero.plan.planner import Planner, next_use
 from hetero.plan.schedule import Schedule, Shape, verify
 from hetero.plan.trace import Access, Trace
+from hetero.status import status
 from hetero.types import Phase
 
 UNITS, MICRO_BATCHES, RANKS = 8, 8, 4

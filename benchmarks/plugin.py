@@ -12,8 +12,8 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.engine import Figure, Figures, adamw, timed
-from hetero.api import status
 from hetero.recipes.gpt import GPT, GPTConfig
+from hetero.status import status
 
 
 def plugin(device: str | None = None, pairs: int = 21) -> Figures:

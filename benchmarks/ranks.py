@@ -17,12 +17,13 @@ from torch import nn
 from benchmarks import engine
 from benchmarks.disk import scratch
 from benchmarks.engine import Figure, Figures, adamw
-from hetero.api import engine_of, prepare, prepare_tuned, release, status
+from hetero.api import engine_of, prepare, prepare_tuned, release
 from hetero.checkpoint.reader import CheckpointReader
 from hetero.checkpoint.save import save_checkpoint
 from hetero.config import Config
 from hetero.cores import torch_threads
 from hetero.recipes.gpt import GPT, GPTConfig
+from hetero.status import status
 from hetero.testing import rank_divergence, rank_faults
 from hetero.testing.ranks import N_THREADS, run_ranks
 from hetero.train.engine.tuning import Tuning

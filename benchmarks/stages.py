@@ -21,7 +21,7 @@ from benchmarks.engine import (
     virtual,
 )
 from benchmarks.micro_batches import order_of
-from hetero.api import prepare_tuned, status
+from hetero.api import prepare_tuned
 from hetero.config import Config
 from hetero.device import SimDevice
 from hetero.parallel.anatomy import Anatomy, Call, examine, result_of
@@ -31,6 +31,7 @@ from hetero.plan.presets import PRESETS
 from hetero.rehearse.models import META, from_config
 from hetero.rehearse.named import machine
 from hetero.rehearse.split import MachineClock
+from hetero.status import status
 
 PROFILE, POSITIONS = "h100-sxm", 4096
 CUTS = {"llama-3-8b": (2, 4), "llama-3-70b": (2, 4)}

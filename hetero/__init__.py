@@ -20,16 +20,7 @@ from hetero.errors import (
 from hetero.version import __version__
 
 if TYPE_CHECKING:
-    from hetero.api import (
-        Status,
-        backward,
-        empty_init,
-        gathered,
-        no_sync,
-        prepare,
-        release,
-        status,
-    )
+    from hetero.api import backward, empty_init, gathered, no_sync, prepare, release
     from hetero.checkpoint.load import load_checkpoint
     from hetero.checkpoint.save import Save, save_checkpoint
     from hetero.export import export
@@ -40,15 +31,16 @@ if TYPE_CHECKING:
     from hetero.rehearse.split import split
     from hetero.report.make import report
     from hetero.report.profile import Profile, profile
+    from hetero.status import Status, status
     from hetero.train.activations.tiles import tile
     from hetero.train.update.optimizer import Optimizer
     from hetero.watch.face import watch
 
 _LAZY = {
     **dict.fromkeys(
-        ("prepare", "backward", "gathered", "no_sync", "empty_init", "status", "Status", "release"),
-        "hetero.api",
+        ("prepare", "backward", "gathered", "no_sync", "empty_init", "release"), "hetero.api"
     ),
+    **dict.fromkeys(("status", "Status"), "hetero.status"),
     **dict.fromkeys(("save_checkpoint", "Save"), "hetero.checkpoint.save"),
     "load_checkpoint": "hetero.checkpoint.load",
     "export": "hetero.export",

@@ -16,6 +16,7 @@ from torch import nn
 
 import hetero
 from hetero.parse import toml_of
+from hetero.types import format_bytes
 from tests.docs.pages import ROOT, read
 from tests.typing.face import Net, typed
 
@@ -111,7 +112,7 @@ def test_a_status_is_short_as_text_and_a_table_in_a_notebook() -> None:
 
     assert text.splitlines()[0].startswith("cpu:sim, paged; 2 steps; ")
     assert len(text) < 600 and len(text.splitlines()) == 4
-    assert used is not None and hetero.api.format_bytes(used) in text
+    assert used is not None and format_bytes(used) in text
     assert f"{status.misses} misses" in text and "state " in text
     assert html.count("<tr>") == 2 and html.count("<td>") == 4 and "cpu:sim, paged" in html
     hetero.release(model, optimizer)

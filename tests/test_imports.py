@@ -20,7 +20,7 @@ FLOORS = {
     **dict.fromkeys(("memory", "plan", "functional"), 1),
     "train": 2,
     "parallel": 3,
-    **dict.fromkeys(("api", "checkpoint", "exchange", "export", "cli", "__main__"), 4),
+    **dict.fromkeys(("api", "checkpoint", "exchange", "export", "status", "cli", "__main__"), 4),
     **dict.fromkeys(("report", "rehearse", "integrations", "bench", "recipes"), 4),
     **dict.fromkeys(("testing", "watch"), 4),
 }

@@ -20,7 +20,7 @@ from safetensors import safe_open
 from torch import nn
 
 import hetero
-from hetero.api import engine_of, prepare_tuned, status
+from hetero.api import engine_of, prepare_tuned
 from hetero.checkpoint.manifest import MANIFEST, SHARD, decode, encode
 from hetero.config import Config
 from hetero.errors import (
@@ -32,6 +32,7 @@ from hetero.errors import (
 )
 from hetero.io import IO
 from hetero.jobs import Worker
+from hetero.status import status
 from hetero.testing.faults import FaultPlan
 from hetero.train.engine.snapshot import Saving
 from hetero.train.engine.tuning import Tuning

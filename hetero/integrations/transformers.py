@@ -27,7 +27,7 @@ import transformers
 from safetensors.torch import load_file
 from torch import nn
 
-from hetero.api import company_of, engine_of, status
+from hetero.api import company_of, engine_of
 from hetero.checkpoint.save import save_checkpoint
 from hetero.config import Config, Settings
 from hetero.errors import CheckpointMismatch, ConfigError, HeteroError, StateError
@@ -50,6 +50,7 @@ from hetero.integrations.sequences import (
     whole_loss,
 )
 from hetero.parallel.mesh import CONTEXT
+from hetero.status import status
 from hetero.train.engine.check import check_model
 from hetero.types import Tier
 

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from hetero.api import Status
 from hetero.errors import CheckpointCorrupt
+from hetero.status import Status
 
 
 class EvalLoss(NamedTuple):

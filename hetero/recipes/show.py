@@ -20,12 +20,12 @@ from hetero.types import Kind, format_bytes
 
 if TYPE_CHECKING:  # these load torch, which rendering does not need
     from benchmarks.runner import Result
-    from hetero.api import Status
     from hetero.checkpoint.verify import Verification
     from hetero.recipes.calibrate import Calibration
     from hetero.recipes.findings import Check, Examination
     from hetero.recipes.result import TrainResult
     from hetero.rehearse.plan import Plan
+    from hetero.status import Status
 
 WORTH_SAYING = 0.001  # of a planned step
 COLOURS = {"green": "green", "yellow": "yellow", "red": "red"}

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
-from hetero.api import engine_of, prepare, status
+from hetero.api import engine_of, prepare
 from hetero.checkpoint.load import load_checkpoint
 from hetero.checkpoint.reader import CheckpointReader
 from hetero.checkpoint.save import Save, save_checkpoint
@@ -42,6 +42,7 @@ from hetero.recipes.stages import Scheduled, check_options, staged
 from hetero.recipes.task import Task, count, demo, loss_of
 from hetero.recipes.text import unigram_entropy
 from hetero.rehearse.plan import Plan, plan
+from hetero.status import status
 from hetero.train.update.optimizer import Optimizer
 from hetero.types import noop
 

@@ -16,7 +16,6 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from hetero.api import axes_of, update_place
 from hetero.config import Config
 from hetero.errors import ConfigError, StateError
 from hetero.events import EventLog
@@ -25,6 +24,7 @@ from hetero.plan.hardware import find, sha256
 from hetero.plan.machine import MachineProfile
 from hetero.report.plain import watch
 from hetero.report.run import BucketMeta, Meta, Recorder, Run
+from hetero.status import axes_of, update_place
 from hetero.train.engine.engine import Engine
 from hetero.train.model.units import MARK
 from hetero.types import Kind

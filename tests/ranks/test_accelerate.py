@@ -19,10 +19,11 @@ pytest.importorskip("accelerate")
 from accelerate.state import AcceleratorState, GradientState, PartialState
 
 from hetero import ConfigError
-from hetero.api import engine_of, status
+from hetero.api import engine_of
 from hetero.integrations.accelerate import HeteroAccelerator
 from hetero.integrations.parallelism import drop_masks
 from hetero.parallel.context import context_parallel
+from hetero.status import status
 from hetero.testing.ranks import outcomes, run_ranks
 from tests.ranks.context_models import averaged
 from tests.ranks.models import Net

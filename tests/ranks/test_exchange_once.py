@@ -12,7 +12,6 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 import hetero
-from hetero.api import status
 from hetero.errors import ConfigError
 from hetero.parallel.anatomy import result_of
 from hetero.parallel.splitting import call_of, split
@@ -20,6 +19,7 @@ from hetero.recipes.learners import digest
 from hetero.recipes.optimizers import factor_of, optimizer_of
 from hetero.recipes.task import demo
 from hetero.recipes.train import train
+from hetero.status import status
 from hetero.testing.ranks import run_ranks
 from tests.ranks.test_split import SETTINGS, in_whole, loss_of, made, stepped
 from tests.ranks.test_stage_norms import words

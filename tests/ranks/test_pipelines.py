@@ -18,10 +18,10 @@ from torch.distributed.pipelining import PipelineStage, schedules
 from transformers import Trainer, TrainingArguments
 
 import hetero
-from hetero.api import status
 from hetero.errors import BudgetError, ConfigError, HeteroError, RankLost, StateError
 from hetero.integrations.accelerate import HeteroAccelerator
 from hetero.internals import stages_of
+from hetero.status import status
 from hetero.testing.ranks import Died, outcomes, run_ranks
 from tests.equivalence.blocks import OneMatrix
 

@@ -14,7 +14,6 @@ from torch.nn import functional as F
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import hetero
-from hetero.api import status
 from hetero.errors import ConfigError
 from hetero.parallel.anatomy import Call, Products, examine, result_of
 from hetero.parallel.splitting import RankStages, call_of, kind_of, ranks_of, sample_of, split
@@ -22,6 +21,7 @@ from hetero.parallel.stages import Cut, ModelStage, cut_model
 from hetero.recipes.gpt import GPT, GPTConfig
 from hetero.rehearse.named import machine
 from hetero.rehearse.split import MachineClock
+from hetero.status import status
 from hetero.testing.ranks import Died, outcomes, run_ranks
 
 WORDS, WIDTH, BLOCKS, LENGTH = 64, 32, 6, 16

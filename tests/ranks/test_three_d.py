@@ -12,9 +12,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import hetero
-from hetero.api import status
 from hetero.parallel.splitting import split
 from hetero.parallel.tensor import parallelize
+from hetero.status import status
 from hetero.testing.ranks import run_ranks
 from tests.ranks.test_split import SETTINGS, WORDS, loss_of, made, stepped
 

@@ -19,11 +19,11 @@ import transformers
 from accelerate.parallelism_config import ParallelismConfig
 
 from hetero import ConfigError
-from hetero.api import status
 from hetero.integrations.parallelism import drop_masks
 from hetero.integrations.sequences import check_losses, check_mask, whole_inputs
 from hetero.integrations.transformers import trainer as trainer_of
 from hetero.parallel.context import context_parallel
+from hetero.status import status
 from hetero.testing.ranks import outcomes, run_ranks
 from tests.integrations.trainers import SETTINGS, arguments, evictions, llama
 from tests.ranks.tensor_models import differing

@@ -99,7 +99,7 @@ def agree(page: str, summary: dict[str, Any], terminal: str) -> None:
         assert sum(of_tier["at_peak_bytes"].values()) == of_tier["peak_bytes"]
 
 
-def recorded(setting: Setting, folder: Path) -> hetero.api.Status:
+def recorded(setting: Setting, folder: Path) -> hetero.Status:
     model = setting.model()
     optimizer = setting.optimizer(model.parameters(), lr=1e-3)
     given = {"device": "cpu:sim", **setting.given(folder)}

@@ -12,7 +12,8 @@ from torch.autograd.graph import get_gradient_edge
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 import hetero
-from hetero.api import engine_of, status
+from hetero.api import engine_of
+from hetero.status import status
 from hetero.train.gradients.slot import LazyGrad
 from tests.equivalence.blocks import OneMatrix
 

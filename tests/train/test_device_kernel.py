@@ -8,10 +8,11 @@ import pytest
 import torch
 
 import hetero
-from hetero.api import engine_of, prepare_tuned, status
+from hetero.api import engine_of, prepare_tuned
 from hetero.config import Config
 from hetero.device import SimDevice
 from hetero.events import What
+from hetero.status import status
 from hetero.train.engine.tuning import Tuning
 from hetero.train.update import device_kernel
 from hetero.train.update.arithmetic import KERNEL_NUMEL, formula_numel

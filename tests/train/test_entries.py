@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 import hetero
-from hetero.api import engine_of, status
+from hetero.api import engine_of
+from hetero.status import status
 from hetero.train.model.units import entries_of, find_units
 from tests.equivalence.blocks import OneMatrix
 

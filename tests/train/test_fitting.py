@@ -15,13 +15,14 @@ from torch.utils._pytree import register_pytree_node
 
 import hetero
 from benchmarks.activations import held, peak_of
-from hetero.api import engine_of, status
+from hetero.api import engine_of
 from hetero.device import SimDevice
 from hetero.errors import BudgetError, StateError
 from hetero.events import What
 from hetero.memory.manager import ChunkManager
 from hetero.memory.parcel import ParcelStore
 from hetero.plan.activations import KEEP, RECOMPUTE
+from hetero.status import status
 from hetero.train.activations.forecast import tensors_of
 from hetero.train.activations.meter import LiveBytes, meters_of
 from hetero.train.engine.fitting import PATIENCE, Tight

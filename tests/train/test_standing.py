@@ -13,9 +13,10 @@ from torch.autograd.graph import get_gradient_edge
 from torch.distributed.pipelining import _backward as halves
 
 import hetero
-from hetero.api import engine_of, status
+from hetero.api import engine_of
 from hetero.device import SimDevice
 from hetero.plan.schedule import Shape, verify
+from hetero.status import status
 from tests.equivalence.blocks import OneMatrix
 from tests.equivalence.harness import adamw, same, values
 
