@@ -17,94 +17,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from hetero.config import Config
-from hetero.errors import BudgetError, ConfigError
-from hetero.parallel.mesh import (
-    AXES,
-    REPLICATE,
-    SHARD,
-    STAGES,
-    TENSOR,
-    check_axes,
-    refuse_context,
-)
-from hetero.plan.machine import MachineProfile
+from hetero.errors import BudgetError
+from hetero.parallel.mesh import SHARD, STAGES, TENSOR
 from hetero.plan.network import node_size, send_seconds
-from hetero.plan.pipeline import (
-    INTERLEAVED,
-    SCHEDULES,
-    Pass,
-    Played,
-    most_in_flight,
-    order_of,
-    played,
-    round_of,
-)
-from hetero.plan.shape import KINDS, DecoderShape, StageShare, check_divides, even_cut, shape_of
+from hetero.plan.pipeline import INTERLEAVED, Pass, Played, most_in_flight, played
+from hetero.plan.shape import StageShare, even_cut
 from hetero.rehearse.decoders import decoder
-from hetero.rehearse.mirror import NO_CONTEXT
-from hetero.rehearse.models import META, POSITIONS
-from hetero.rehearse.named import config_of, machine
+from hetero.rehearse.mesh_work import MeshWork, mesh_work
+from hetero.rehearse.models import META
 from hetero.rehearse.plan import settings_of
 from hetero.rehearse.rehearsal import Rehearsal, Scene, rehearse
 from hetero.types import Tier
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-EXCHANGES = ("step", "pass")
 SPARE_PASSES = 4  # micro-batches that are rehearsed beyond those in flight: of these, one is steady
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MeshWork:
-    """A step on a mesh."""
-
-    shape: DecoderShape
-    name: str
-    sizes: Mapping[str, int]
-    """Of all axes."""
-    samples: int
-    """Of a step, of each rank that has batches of its own."""
-    sequence: int
-    micro_batch: int
-    """Samples of a pass."""
-    schedule: str
-    n_turns: int
-    """Stages of a rank."""
-    exchange: str
-    """"step" or "pass": after which ranks exchange gradients."""
-    config: Config
-    profile: MachineProfile
-
-    @property
-    def depth(self) -> int:
-        """Ranks of a pipeline."""
-        return self.sizes[STAGES]
-
-    @property
-    def n_ranks(self) -> int:
-        return self.depth * self.sizes[TENSOR] * self.n_copies
-
-    @property
-    def n_copies(self) -> int:
-        """Ranks that have batches of their own."""
-        return self.sizes[SHARD] * self.sizes[REPLICATE]
-
-    @property
-    def n_passes(self) -> int:
-        """Micro-batches of a step."""
-        return self.samples // self.micro_batch
-
-    @property
-    def at_once(self) -> int:
-        """Micro-batches that a stage runs before its rank turns to its next one, if it has one."""
-        if self.n_turns == 1:
-            return 1
-        return round_of(self.schedule, self.depth, self.n_passes, self.n_turns)
-
-    def order(self, rank: int, n_passes: int | None = None) -> list[Pass]:
-        """Return what a rank does in a step of so many passes; None: as many as there are."""
-        n = n_passes or self.n_passes
-        return order_of(self.schedule, self.depth, n, rank, self.n_turns, self.at_once)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -249,77 +175,6 @@ class RehearsedStage:
         n = self.n_passes
         middle = sum(self.through(self._middle, n, forward=way) for way in (True, False))
         return max(0.0, steps[-1].seconds - n * middle)
-
-
-def mesh_work(
-    model: Mapping[str, Any] | str | Path,
-    batch: tuple[int, int] | None = None,
-    *,
-    schedule: str = "1f1b",
-    stages_per_rank: int | None = None,
-    exchange: str = "step",
-    config: Any = None,
-    **settings: Any,
-) -> MeshWork:
-    """Return the work that a model, a batch and settings describe; see `plan_mesh`."""
-    samples, sequence = batch or (1, POSITIONS)
-    known = Config.load(config, **settings)
-    mapping, name = config_of(model)
-    shape = shape_of(mapping)
-    if shape is None:
-        raise ConfigError(
-            f"{name}: a mesh with stages or divided tensors is planned of a published decoder",
-            advice=f"name one, or a configuration of {', '.join(KINDS)} that says no more than its"
-            " sizes",
-        )
-    sizes = sizes_of_axes(known.mesh or {})
-    check_divides(shape, sizes[TENSOR])
-    if schedule not in SCHEDULES or exchange not in EXCHANGES:
-        raise ConfigError(
-            f"schedule={schedule!r}, exchange={exchange!r}",
-            advice=f"schedules are {', '.join(SCHEDULES)}; exchanges are after each"
-            f" {' or '.join(EXCHANGES)}",
-        )
-    if known.fused_loss and sizes[STAGES] > 1:
-        raise ConfigError(
-            "fused_loss with stages: hetero.prepare knows the head of a whole model alone",
-            advice="leave it out, and call hetero.linear_cross_entropy in the last stage's loss",
-        )
-    micro_batch = known.micro_batch or 1
-    if samples % micro_batch:
-        raise ConfigError(
-            f"{samples} samples make no passes of {micro_batch}",
-            advice="let micro_batch= divide the batch",
-        )
-    work = MeshWork(
-        shape=shape,
-        name=name,
-        sizes=sizes,
-        samples=samples,
-        sequence=sequence,
-        micro_batch=micro_batch,
-        schedule=schedule,
-        n_turns=stages_per_rank or (2 if schedule == INTERLEAVED else 1),
-        exchange=exchange,
-        config=replace(known, micro_batch=None),
-        profile=machine(known),
-    )
-    round_of(schedule, work.depth, work.n_passes, work.n_turns)  # or it is refused at once
-    return work
-
-
-def sizes_of_axes(mesh: Mapping[str, Any]) -> dict[str, int]:
-    """Return the size of each axis of a mesh; ConfigError for one that `hetero.prepare` refuses."""
-    check_axes(mesh)
-    sizes = {axis: int(mesh.get(axis, 1)) for axis in AXES}
-    refuse_context(mesh, "a plan", NO_CONTEXT)
-    if sizes[REPLICATE] > 1 and sizes[SHARD] == 1:
-        raise ConfigError(
-            f"mesh={dict(mesh)}: nothing would average the gradients of {sizes[REPLICATE]} whole"
-            " models",
-            advice=f"let them share the model: {SHARD} in place of {REPLICATE}, or dp for short",
-        )
-    return sizes
 
 
 def plan_mesh(

@@ -22,9 +22,9 @@ from hetero.parallel.recipe import parallelize
 from hetero.plan.shape import StageShare, even_cut, shape_of
 from hetero.rehearse import meshes
 from hetero.rehearse.decoders import decoder
+from hetero.rehearse.mesh_work import mesh_work
 from hetero.rehearse.meshes import (
     MeshPlan,
-    mesh_work,
     plan_mesh,
     scene_of_stage,
     sent_or_loss,
