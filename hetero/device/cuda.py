@@ -181,8 +181,9 @@ class CudaDevice:
         return ticket.event is None or bool(ticket.event.query())
 
     def mark(self) -> Ticket:
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self.torch_device))
+        event, stream = torch.cuda.Event(), torch.cuda.current_stream(self.torch_device)
+        event.record(stream)
+        self.memory.computes_on(stream)
         return Ticket(Lane.COMPUTE, 0.0, event=event)
 
     def touched(self, n_bytes: int) -> None: ...

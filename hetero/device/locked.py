@@ -22,6 +22,8 @@ import torch
 from hetero.device.face import Slab, map_slab
 from hetero.types import format_bytes
 
+ALREADY_REGISTERED = 712  # cudaErrorHostMemoryAlreadyRegistered
+
 
 class LockedMemory:
     """The page-locked slabs of one device; ``settle`` waits for all copies on its lanes."""
@@ -69,8 +71,9 @@ class LockedMemory:
         with self._changing:
             if not self._has_room(n_bytes):
                 return False
-            if int(torch.cuda.cudart().cudaHostRegister(first, n_bytes, 0)) != 0:
-                self._refused(n_bytes)
+            error = int(torch.cuda.cudart().cudaHostRegister(first, n_bytes, 0))
+            if error:
+                self._refused(n_bytes, is_wall=error != ALREADY_REGISTERED)
                 return False
             self.n_bytes += n_bytes
             self._ends[first] = end
@@ -107,12 +110,14 @@ class LockedMemory:
         if mapping is not None:
             advise(mapping, "MADV_DOFORK")
 
-    def _refused(self, n_bytes: int) -> None:
-        """Remember that it was too much, forget CUDA's error, and warn."""
-        self._wall = self.n_bytes + n_bytes
+    def _refused(self, n_bytes: int, *, is_wall: bool) -> None:
+        """Forget CUDA's error; if it was too much, remember that, and warn."""
         # It is reported by the next launch, whichever that is, and torch binds no cudaGetLastError.
         with suppress(RuntimeError):
             torch.empty(1, device=self._place).fill_(0.0)
+        if not is_wall:  # others hold a part of these pages: that says nothing of how much may be
+            return
+        self._wall = self.n_bytes + n_bytes
         if not self._told:
             warnings.warn(
                 f"CUDA refused to page-lock {format_bytes(n_bytes)} of RAM on top of"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import weakref
+
 import torch
 
 from hetero.device.lanes import CudaLanes
@@ -45,6 +48,17 @@ class CudaMemory:
     def __init__(self, place: torch.device, lanes: CudaLanes) -> None:
         self._place = place
         self._lanes = lanes
+        self._computing: dict[int, torch.cuda.Stream] = {}
+        self._blocks: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
+        self._numbers = itertools.count()
+
+    def computes_on(self, stream: torch.cuda.Stream) -> None:
+        """Compute uses the memory on a stream: what goes back to the allocator serves others when
+        that is done, too. A program may prepare a model on one stream and train it on another."""
+        if stream.cuda_stream not in self._computing:
+            self._computing[stream.cuda_stream] = stream
+            for block in list(self._blocks.values()):
+                block.record_stream(stream)
 
     def take(self, n_bytes: int) -> torch.Tensor:
         """Return device memory for the lanes, too.
@@ -70,6 +84,9 @@ class CudaMemory:
         for stream in self._lanes.streams.values():
             stream.wait_event(taken)
             block.record_stream(stream)
+        for stream in list(self._computing.values()):
+            block.record_stream(stream)
+        self._blocks[next(self._numbers)] = block
         return block
 
     def _expands(self) -> bool:
@@ -80,7 +97,9 @@ class CudaMemory:
         return int(torch.cuda.get_device_properties(self._place).total_memory)
 
     def free_bytes(self) -> int:
-        return int(torch.cuda.mem_get_info(self._place)[0])
+        free, total = torch.cuda.mem_get_info(self._place)
+        share = torch.cuda.get_per_process_memory_fraction(self._place)  # above it torch refuses
+        return max(0, min(free, int(share * total) - self.reserved_bytes()))
 
     def reserved_bytes(self) -> int:
         return counts(self._place).reserved_bytes

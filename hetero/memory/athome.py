@@ -11,28 +11,67 @@ they were, so that masters follow the weights that differ; and from then on fram
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 
 from hetero.device import Device
+from hetero.errors import BudgetError
 from hetero.memory.arena import Arena
 from hetero.memory.below import UNDO
 from hetero.memory.chunk import CopyTable
 from hetero.memory.homecopy import HomeCopy, HomeEvents
+from hetero.memory.homestore import HomeStore
 from hetero.memory.layout import Bucket
 from hetero.memory.replica import APART, Replica
 from hetero.memory.shown import refresh
 from hetero.types import CopyState
 
 
+class CopySpace:
+    """HBM for copies of weights at home, charged with the homes.
+
+    Args:
+        growing: entered while a copy is made; what gives way to it has done so then.
+    """
+
+    def __init__(
+        self,
+        store: HomeStore,
+        device: Device,
+        growing: Callable[[int], AbstractContextManager[None]],
+    ) -> None:
+        self._store = store
+        self._device = device
+        self._growing = growing
+
+    def take(self, bucket: Bucket, weights: torch.Tensor) -> torch.Tensor:
+        """Return memory for a copy of a bucket's weights; OutOfMemory if there is none."""
+        n_bytes = weights.nbytes
+        with self._growing(n_bytes):
+            self._store.charge_copy(bucket.id, n_bytes)
+            try:
+                return self._device.arena(n_bytes).carve(0, n_bytes).view(weights.dtype)
+            except BaseException:
+                self._store.credit_copy(bucket.id, n_bytes)
+                raise
+
+    def give_back(self, bucket: Bucket, copy: torch.Tensor) -> None:
+        """Take a copy off the books, which the caller drops."""
+        self._store.credit_copy(bucket.id, copy.nbytes)
+
+
 class AtHome(Replica):
     """A bucket's weights where they are at home; ``n_bytes`` are charged there."""
 
-    __slots__ = ("before",)
+    __slots__ = ("_space", "before")
 
-    def __init__(self, bucket: Bucket, piece: torch.Tensor, table: CopyTable) -> None:
+    def __init__(
+        self, bucket: Bucket, piece: torch.Tensor, table: CopyTable, space: CopySpace
+    ) -> None:
         super().__init__(bucket, APART, piece, table)
+        self._space = space
         self.before: torch.Tensor | None = None
         """The weights as they were when they were exposed."""
 
@@ -55,7 +94,18 @@ class AtHome(Replica):
 
     def renew(self) -> None:
         """What differs from now on was written by the user's code, if it can be."""
-        self.before = self.used.clone() if self.exposed else None
+        if not self.exposed:
+            self.forget()
+            return
+        if self.before is None:
+            self.before = self._space.take(self.bucket, self.used)
+        self.before.copy_(self.used)
+
+    def forget(self) -> None:
+        """Give back the memory of the weights as they were."""
+        if self.before is not None:
+            self._space.give_back(self.bucket, self.before)
+            self.before = None
 
 
 class AtHomeBelow:
@@ -63,6 +113,7 @@ class AtHomeBelow:
 
     Args:
         counts: the manager's.
+        space: for weights as they were.
     """
 
     def __init__(
@@ -72,8 +123,10 @@ class AtHomeBelow:
         device: Device,
         events: HomeEvents,
         counts: Counter[str],
+        space: CopySpace,
     ) -> None:
         self._copies = copies
+        self._space = space
         self._arena = arena
         self._device = device
         self._events = events
@@ -94,12 +147,17 @@ class AtHomeBelow:
             self._device.wait(ticket)
         if replica is None:
             with torch.inference_mode(False), torch.no_grad():  # views outlive the user's mode
-                replica = AtHome(copy.bucket, copy.home.whole(), self._arena.table)
+                replica = AtHome(copy.bucket, copy.home.whole(), self._arena.table, self._space)
             self._known[bucket_id] = replica
         replica.move(CopyState.FILLING, "fetch")
         replica.move(CopyState.CLEAN, "ready")
         self._arena.stand(replica)
         return replica
+
+    def leave(self, replica: AtHome) -> None:
+        """Undo `stand`."""
+        replica.forget()
+        self._arena.leave(replica)
 
     def forget(self, bucket_id: int) -> None:
         """A home moves: its memory goes."""
@@ -110,7 +168,11 @@ class AtHomeBelow:
         self.written(replica)
         if not replica.exposed:
             replica.exposed = True
-            replica.renew()
+            try:
+                replica.renew()
+            except BudgetError:  # the next access tries again
+                replica.exposed = False
+                raise
 
     def written(self, replica: AtHome) -> None:
         """See [Note: read at home]."""
@@ -123,7 +185,7 @@ class AtHomeBelow:
             return
         self._events.writing(copy.bucket.id)
         self._events.wrote(copy.bucket, replica.before)
-        replica.before = None
+        replica.forget()
         if replica.dirty:
             replica.move(CopyState.FLUSHING, "flush")
             replica.move(CopyState.CLEAN, "ready")

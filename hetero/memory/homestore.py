@@ -201,6 +201,16 @@ class HomeStore:
         else:
             self._credit(bucket_id, *charged)
 
+    def charge_copy(self, bucket_id: int, n_bytes: int) -> None:
+        """Charge HBM for a copy of weights whose home is there, as if the home took it."""
+        what = f"a copy of bucket {bucket_id}, whose weights may be written unseen,"
+        self._ledger.charge(Tier.HBM, Kind.PARAM, n_bytes, what)
+        self.hbm_bytes[bucket_id] += n_bytes
+
+    def credit_copy(self, bucket_id: int, n_bytes: int) -> None:
+        """Give back what `charge_copy` took."""
+        self._credit(bucket_id, Tier.HBM, Kind.PARAM, n_bytes)
+
     def _credit(self, bucket_id: int, tier: Tier, kind: Kind, n_bytes: int) -> None:
         self._ledger.credit(tier, kind, n_bytes)
         if tier is Tier.HBM:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 from hetero.config import paranoid
@@ -16,7 +17,7 @@ from hetero.device.comm import ALONE_COMM, Comm
 from hetero.errors import BudgetError, ConfigError, StateError, StorageError
 from hetero.memory import shown
 from hetero.memory.arena import Arena
-from hetero.memory.athome import AtHome, AtHomeBelow
+from hetero.memory.athome import AtHome, AtHomeBelow, CopySpace
 from hetero.memory.below import LocalBelow, SharedBelow, Way
 from hetero.memory.chunk import CopyTable
 from hetero.memory.codec import Workspace
@@ -49,6 +50,7 @@ class ChunkManager:
         ceiling: int,
         next_use: Callable[[int], float],
         more: Callable[[], int] = lambda: 0,
+        growing: Callable[[int], AbstractContextManager[None]] = lambda _: nullcontext(),
         workspace: Workspace | None = None,
         comm: Comm = ALONE_COMM,
     ) -> None:
@@ -85,7 +87,10 @@ class ChunkManager:
         self._is_gathered = store.is_gathered
         make = partial(SharedBelow, comm) if self._is_gathered else LocalBelow
         self._below = make(device, link, events=events, workspace=workspace, counts=self.counts)
-        self._at_home = AtHomeBelow(self.copies, self.arena, device, events, self.counts)
+        self._at_home = AtHomeBelow(
+            *(self.copies, self.arena, device, events, self.counts),
+            space=CopySpace(store, device, growing),
+        )
 
     # -- pins ------------------------------------------------------------------------------------
 
@@ -253,7 +258,7 @@ class ChunkManager:
     def _drop(self, replica: Replica, why: str) -> None:
         replica.move(CopyState.ABSENT, why)
         if isinstance(replica, AtHome):
-            self.arena.leave(replica)
+            self._at_home.leave(replica)
             return
         self.counts[why] += 1
         self.arena.give_back(replica, why)

@@ -101,3 +101,44 @@ def test_device_memory_that_goes_serves_others_after_the_lanes(watched: None) ->
     arena = device.arena(MIB)
     device.copy(Lane.H2D, arena.carve(0, MIB), slab.block)
     del arena
+
+
+def test_device_memory_that_goes_serves_others_after_all_streams_that_computed_on_it(
+    watched: None,
+) -> None:
+    """A program may prepare a model on one stream, and train it on another."""
+    device = fake.device()
+    before = device.arena(MIB)
+    side = fake.cuda().Stream()
+    side.wait_stream(fake.cuda().default_stream())
+    with fake.cuda().stream(side):
+        before.block.add_(1)
+        device.mark()
+        fake.cuda().default_stream().wait_stream(side)
+    after = device.arena(MIB)
+    side.wait_stream(fake.cuda().default_stream())
+    with fake.cuda().stream(side):
+        for arena in (before, after):
+            arena.block.add_(1)
+    del arena, before, after
+
+
+def test_pages_that_others_have_locked_are_no_wall(emulator: None) -> None:
+    device = fake.device()
+    slab = device.slab(MIB)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert device.lock(slab.block) is None
+        assert device.slab(2 * MIB).registered
+
+
+def test_memory_that_torch_may_not_take_is_not_free(
+    emulator: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = fake.device(total_memory=64 * MIB)
+    held = fake.allocated_bytes()
+    monkeypatch.setattr(fake.cuda(), "fraction", 0.5)
+    assert device.memory.free_bytes() == 32 * MIB - held
+    arena = device.arena(MIB)
+    assert device.memory.free_bytes() == 31 * MIB - held
+    del arena

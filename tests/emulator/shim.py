@@ -53,6 +53,8 @@ class Cuda:
         self.chance = random.Random(0)
         self.facts = Facts()
         self.pinned_limit: int | None = None
+        self.fraction = 1.0
+        """Of the device's memory, that torch's allocator may take."""
         self.late: list[Late] = []
         """What happens on the device after it was queued, oldest first; all else does at once."""
         self.nvtx = SimpleNamespace(range_start=lambda name: 1, range_end=lambda handle: None)
@@ -133,6 +135,9 @@ class Cuda:
     def mem_get_info(self, device: object = None) -> tuple[int, int]:
         total = self.facts.total_memory
         return total - self._e.memory()[0], total
+
+    def get_per_process_memory_fraction(self, device: object = None) -> float:
+        return self.fraction
 
     def memory_snapshot(self) -> list[dict[str, Any]]:
         return [{"device": 0, "is_expandable": self.facts.is_expandable}]

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 import hetero
 from hetero.api import engine_of
-from hetero.errors import OutOfMemory
+from hetero.errors import OutOfMemory, StateError
 from hetero.train.activations import proof
 from hetero.train.engine import foresight
+from hetero.types import Tier
 from tests.campaigns.harness import VOCAB, Block, Net
 from tests.emulator import fake
 from tests.emulator.harness import adamw, sgd
@@ -332,3 +333,81 @@ def test_a_model_that_is_compiled_as_a_whole_compiles_without_our_wrappers(
     losses += [step(whole, optimizer, number, [4]) for number in (1, 2, 3)]
     check(plain, model, losses)
     assert len(graphs) <= 2
+
+
+# -- no room for a step --------------------------------------------------------------------------
+
+
+def bits(model: nn.Module) -> list[Tensor]:
+    return [value.detach().cpu().clone() for value in values(model)]
+
+
+def short_of(n_bytes: int, step: Callable[[], object]) -> OutOfMemory:
+    """Make a step while so many bytes are free, and return its error."""
+    with fake.limit(hbm=fake.allocated_bytes() + n_bytes):
+        return refused(step)
+
+
+WEIGHTS = sum(p.nbytes for p in net().parameters())
+
+
+def as_lists(model: nn.Module) -> torch.optim.Optimizer:
+    """It makes a copy of all weights after it has written averages."""
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)
+
+
+@pytest.mark.parametrize(
+    ("free", "steps"),
+    [
+        pytest.param(WEIGHTS, 0, marks=pytest.mark.slow),  # states do not fit
+        (int(2.5 * WEIGHTS), 0),  # they do: averages are written when copies do not
+        (WEIGHTS // 2, 2),  # it is known what a step takes
+    ],
+)
+def test_a_step_without_room_is_an_error_and_weights_and_states_are_of_the_last_one(
+    free: int, steps: int, watched: None
+) -> None:
+    plain = Plain([[4]] * 4, as_lists)
+    model, optimizer = prepared(as_lists, activations="keep")
+    losses = [step(model, optimizer, number, [4]) for number in range(steps)]
+    before = bits(model)
+    n_states = len(optimizer.state)
+    loss = loss_of(model, 100 * steps, 4)
+    loss.backward()
+    error = short_of(free, optimizer.step)
+    assert "those of the last step" in str(error) and "foreach=False" in error.advice
+    assert ("at least" in error.advice) == (not steps)
+    assert error.tier == "HBM" and error.needed_bytes > fake.allocated_bytes() + free
+    assert all(map(torch.equal, before, bits(model))) and len(optimizer.state) == n_states
+    optimizer.step()  # gradients are still there
+    optimizer.zero_grad()
+    losses.append([loss.detach().cpu()])
+    losses += [step(model, optimizer, number, [4]) for number in range(steps + 1, 4)]
+    check(plain, model, losses)
+
+
+def test_a_step_that_cannot_be_undone_says_so_and_the_model_is_refused(watched: None) -> None:
+    model, optimizer = prepared(as_lists, activations="keep")
+    loss_of(model, 0, 4).backward()
+    engine_of(model).setup.ledger.budgets[Tier.HOST] = 0  # for copies of weights
+    error = short_of(int(2.5 * WEIGHTS), optimizer.step)
+    assert "must not be used" in str(error)
+    with pytest.raises(StateError, match="found no room"):
+        loss_of(model, 0, 4)
+    with pytest.raises(StateError, match="found no room"):
+        optimizer.step()
+
+
+def test_a_step_of_masters_without_room_for_states_can_be_made_later(watched: None) -> None:
+    def trained(*, short: bool) -> list[Tensor]:
+        model, optimizer = prepared(precision="bf16", activations="keep")
+        for number in range(3):
+            loss_of(model, number, 4).backward()
+            if short and not number:
+                error = short_of(WEIGHTS // 4, optimizer.step)
+                assert "those of the last step" in str(error)
+            optimizer.step()
+            optimizer.zero_grad()
+        return bits(model)
+
+    assert all(map(torch.equal, trained(short=False), trained(short=True)))

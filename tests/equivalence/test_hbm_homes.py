@@ -296,6 +296,43 @@ def test_weights_that_a_save_has_yet_to_read_are_read_in_frames() -> None:
     assert run.engine.setup.stats.n_bytes[Lane.D2D] == 0
 
 
+class Keeps(Meddles):
+    """A view of its weights outlives its sixth access."""
+
+    turns = (7,)
+
+    def meddle(self) -> None:
+        if self.keeps:
+            self.kept = (self.weight.detach(),)
+
+
+@pytest.mark.parametrize("spare", [0, UNIT * 4])
+def test_a_copy_of_weights_that_a_view_may_write_is_charged_with_their_home(spare: int) -> None:
+    run = sim_run(SOME + spare, block=Keeps)
+    six_steps(run)
+    setup, manager = run.engine.setup, run.engine.residence.manager
+    first, ledger = min(run.on_hbm), setup.ledger
+    at_home = setup.store.hbm_bytes[first]
+
+    def charged() -> bool:
+        frames = sum(replica.n_bytes for replica in manager.replicas.values())
+        homes = setup.store.hbm_bytes.total() - ledger.used(Tier.HBM, Kind.GRAD)
+        homes -= ledger.used(Tier.HBM, Kind.STATE) + ledger.used(Tier.HBM, Kind.MASTER)
+        return ledger.used(Tier.HBM, Kind.PARAM) == frames + homes
+
+    blocks: Any = run.model.blocks
+    for number, block in enumerate(blocks):
+        block.keeps = number == first
+    run.backward(6)
+    assert setup.store.hbm_bytes[first] == at_home + UNIT * 4 and charged()
+    blocks[first].kept = ()
+    run.optimizer.step()
+    run.optimizer.zero_grad()
+    run.step(7)
+    assert setup.store.hbm_bytes[first] == at_home and charged()
+    assert ledger.peak(Tier.HBM) <= SOME + spare
+
+
 class Looks(Meddles):
     """It notes what is bound at home while it computes."""
 

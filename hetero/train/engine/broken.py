@@ -1,4 +1,4 @@
-"""A model that must not be used: a load of it failed half-way (floor 2)."""
+"""A model that must not be used: a load of it, or a step, failed half-way (floor 2)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Broken:
         """Raise StateError if the model must not be used."""
         if self.why:
             raise StateError(
-                f"the model is of two checkpoints: {self.why}",
+                f"the model's values do not belong together: {self.why}",
                 advice="load a whole checkpoint with hetero.load_checkpoint before going on",
             )
 

@@ -98,7 +98,8 @@ class Engine:
             division = self.steps.make(optimizer, self._clip)
         except BaseException:
             if self.steps.torn:
-                self.broken.tear("ranks have updated some of its parameters together, and failed")
+                self.broken.tear(self.steps.torn)
+                self.steps.torn = ""
             raise
         self.setup.count()
         self.residence.step_made()

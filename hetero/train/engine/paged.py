@@ -79,6 +79,7 @@ class Paged:
             self.trained,
             next_use=lambda b: runtime.fetches.active.next_use(b),
             more=ask_unless_gone(self, lambda paged: paged.hbm.room.from_homes(), 0),
+            growing=ask_unless_gone(self, growing, nullcontext()),
         )
         self.backward_updates = BackwardUpdates(setup, self.trained, manager)
         early = self.backward_updates.follow() if self.may_be_early else NoEarlyUpdates()
@@ -326,6 +327,7 @@ def make_manager(
     *,
     next_use: Callable[[int], float],
     more: Callable[[], int],
+    growing: Callable[[int], AbstractContextManager[None]],
 ) -> ChunkManager:
     """Return the manager of parameters; it refers to no module."""
     plan, device = setup.blueprint, setup.device
@@ -352,6 +354,7 @@ def make_manager(
         ceiling=most_frames(hbm, every) if device.is_cuda else room,
         next_use=setup.tuning.victim or next_use,
         more=more,
+        growing=growing,
         workspace=None if decoding is None else Workspace.on(device, *decoding),
         comm=setup.comm,
     )

@@ -69,8 +69,14 @@ class Rehoming:
         return frozenset(self._places.on_hbm - self._fixed.keys())
 
     def sized(self, buckets: Collection[int]) -> list[BucketHomes]:
-        """Return the homes of buckets that may move, as large as gradients are now."""
-        return [homes for homes in self._lists[self._grads.adds_up] if homes.bucket in buckets]
+        """Return the homes of buckets that may move, as large as gradients are now, with copies of
+        weights that the user's code may write unseen."""
+        taken = self._setup.store.hbm_bytes
+        return [
+            BucketHomes(homes.bucket, max(homes.n_bytes, taken[homes.bucket]))
+            for homes in self._lists[self._grads.adds_up]
+            if homes.bucket in buckets
+        ]
 
     def stuck(self, buckets: Collection[int]) -> frozenset[int]:
         """Return those of the buckets of which the user's code holds a tensor."""
@@ -133,6 +139,8 @@ class Rehoming:
     def _move(self, bucket: Bucket, tier: Tier) -> bool:
         """Move all homes of a bucket; False, and nothing done, if the user's code holds one."""
         setup = self._setup
+        if self._manager.is_bound_at_home(bucket.id):  # perhaps it asks for this room itself
+            return False
         if self._stepper is not None:
             self._stepper.finish()  # its updates' references to states look like a user's
         setup.saver.wait_for(bucket.id)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from hetero.errors import StorageError, too_early
+from hetero.errors import BudgetError, StorageError, too_early
 from hetero.memory.manager import PARAM
 from hetero.memory.shown import refresh
 from hetero.plan.division import Division
@@ -20,6 +20,14 @@ from hetero.train.engine.backward_updates import is_seen
 from hetero.train.engine.paged import Paged
 from hetero.train.engine.resident import Mastered, Resident
 from hetero.train.engine.setup import Setup
+from hetero.train.engine.step_room import (
+    NO_ROOM,
+    TORN,
+    UNTOUCHED,
+    NoStepRoom,
+    StepRoom,
+    no_room,
+)
 from hetero.train.model.parts import Parts
 from hetero.train.update.arithmetic import Update
 from hetero.train.update.masters import LossScaler
@@ -30,6 +38,7 @@ from hetero.train.update.together import step_together
 from hetero.train.update.whole_parts import check_placed
 
 Clip = Callable[[], Any]
+TOGETHER = "ranks have updated some of its parameters together, and failed"
 
 
 class NoSteps:
@@ -38,8 +47,8 @@ class NoSteps:
     scaler: LossScaler | None = None
     stepper: Stepper | None = None
     rule: Rule | None = None
-    torn = False
-    """Whether a step failed that cannot be made again: parameters are of two steps."""
+    torn = ""
+    """Why parameters are of two steps, if a step failed that cannot be made again."""
 
     def __init__(self, setup: Setup, residence: Paged | Resident) -> None:
         self.setup = setup
@@ -99,6 +108,8 @@ class TorchSteps(NoSteps):
     ) -> None:
         super().__init__(setup, residence)
         self.rule = Rule(inner)
+        counts = setup.device.memory.allocated_bytes() is not None
+        self._room = StepRoom(setup, self.rule) if counts else NoStepRoom()
 
     def make(self, optimizer: Optimizer, clip: Clip) -> None:
         self.setup.saver.finish()  # the save reads the very bytes that are trained
@@ -107,8 +118,13 @@ class TorchSteps(NoSteps):
         if setup.parts.kinds:
             params = (param for group in optimizer.param_groups for param in group["params"])
             check_placed(self.rule, params, setup.name_of, setup.parts.is_placed)
-        clip()
-        self.rule.step_in_place(optimizer.param_groups, optimizer.known_state)
+        groups, states = optimizer.param_groups, optimizer.known_state
+        try:
+            with self._room.kept(groups, states):
+                clip()
+                self.rule.step_in_place(groups, states)
+        finally:
+            self.torn = self._room.torn
 
 
 class HomeSteps(NoSteps):
@@ -123,6 +139,7 @@ class HomeSteps(NoSteps):
         self.rule = stepper.drafts.rule
         self.scaler = stepper.scaler
         self._finished = True  # whether all updates that were begun were waited for
+        self._begun = False  # whether those of the present step were
 
     @property
     def skipped(self) -> bool:
@@ -133,6 +150,18 @@ class HomeSteps(NoSteps):
 
     def make(self, optimizer: Optimizer, clip: Clip) -> Division | None:
         """Close a step and begin its updates; returns the division of HBM from the border on."""
+        self._begun = False
+        try:
+            return self._make(optimizer, clip)
+        except (torch.OutOfMemoryError, BudgetError) as error:
+            found = error.__cause__ if isinstance(error, BudgetError) else error
+            if not isinstance(found, torch.OutOfMemoryError):
+                raise
+            if self._begun:
+                self.torn = NO_ROOM
+            raise no_room(self.setup, found, TORN if self._begun else UNTOUCHED) from error
+
+    def _make(self, optimizer: Optimizer, clip: Clip) -> Division | None:
         residence, stepper = self.residence, self.stepper
         if residence.updates_in_place:
             self.setup.saver.finish()  # the save reads the very bytes that are trained
@@ -177,16 +206,16 @@ class HomeSteps(NoSteps):
 
         ``turn``: of parameters' steps that ranks make together, by their indices.
         """
-        self._finished = False
+        self._finished, self._begun = False, bool(updates)
         works = [work for update in updates for work in update.together]
         works.sort(key=lambda work: turn[work.row.segment.index])
         for bucket_id in {work.bucket.id for work in works}:
             self.residence.let_write(self.setup.buckets[bucket_id])
             self.setup.saver.wait_for(bucket_id)
         if works:
-            self.torn = True  # until all are stepped
+            self.torn = TOGETHER  # until all are stepped
             step_together(self.setup.store, works)
-            self.torn = False
+            self.torn = ""
         errors: list[StorageError | KeyboardInterrupt] = []
         for update in updates:
             try:
