@@ -105,7 +105,7 @@ def prepare_tuned(
         undo.pop_all()
     setup = engine.setup
     norms = pipeline.norms(setup.parts, setup.device.torch_device)
-    tensors = follow_tensors(setup.comm.everyone, len(engine.parts.ranks))
+    tensors = follow_tensors(setup.comm.everyone, engine.parts)
     setup.before_step = tensors.meet
     setup.joins(pipeline.company, norms, pipeline.close, context.close, tensors.close)
     return model if optimizer is None else (model, engine.optimizer)

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from importlib import import_module
 from importlib.util import find_spec
 from types import CodeType
@@ -111,26 +112,41 @@ def foreach_norm(tensor: torch.Tensor, ord: float) -> torch.Tensor:
 
 def all_gathered(part: torch.Tensor, n: int, group: str) -> torch.Tensor:
     """Return the parts of the n ranks of a group, one after the other along dimension 0."""
-    collectives = torch.ops._c10d_functional
-    found: torch.Tensor = collectives.all_gather_into_tensor(part, n, group)
-    collectives.wait_tensor(found)
-    return found
+    return waited_for(torch.ops._c10d_functional.all_gather_into_tensor(part, n, group))
 
 
 def reduce_scattered(addend: torch.Tensor, n: int, group: str) -> torch.Tensor:
     """Return this rank's part, along dimension 0, of the sum of n ranks' addends."""
-    collectives = torch.ops._c10d_functional
-    found: torch.Tensor = collectives.reduce_scatter_tensor(addend, "sum", n, group)
-    collectives.wait_tensor(found)
-    return found
+    return waited_for(torch.ops._c10d_functional.reduce_scatter_tensor(addend, "sum", n, group))
 
 
 def all_reduced(addend: torch.Tensor, group: str, op: str = "sum") -> torch.Tensor:
     """Return the sum of what a group's ranks have each, or "max" for the largest."""
-    collectives = torch.ops._c10d_functional
-    found: torch.Tensor = collectives.all_reduce(addend, op, group)
-    collectives.wait_tensor(found)
+    return waited_for(torch.ops._c10d_functional.all_reduce(addend, op, group))
+
+
+def waited_for(result: torch.Tensor) -> torch.Tensor:
+    """Return what a collective fills, once it has: by the wait of DTensors, which is ours while a
+    model of tensors is prepared."""
+    find("torch.distributed._functional_collectives", "wait_tensor")(result)
+    return result
+
+
+def limits_of(group: Any) -> dict[torch.device, timedelta]:
+    """Return after how long a group's collectives end in an error, by the device of their tensors;
+    without those whose backend has no limit."""
+    found = {}
+    for device in group._device_types:
+        limit = getattr(getattr(group._get_backend(device), "options", None), "_timeout", None)
+        if limit is not None:
+            found[device] = limit
     return found
+
+
+def set_limits(group: Any, limits: Mapping[torch.device, timedelta]) -> None:
+    """Set what `limits_of` returns, for collectives that begin from now on."""
+    for device, limit in limits.items():
+        group._get_backend(device)._set_default_timeout(limit)
 
 
 # -- backward passes -----------------------------------------------------------------------------

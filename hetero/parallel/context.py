@@ -14,6 +14,7 @@ all are alike.
 from __future__ import annotations
 
 import functools
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -35,10 +36,9 @@ from hetero.internals import (
     ring_templates,
 )
 from hetero.parallel.attention import Apply, Call, PartRanks, Ring, Ulysses
-from hetero.parallel.farewell import Parting
 from hetero.parallel.gloo import Talks, Teams, own_of
+from hetero.parallel.limits import lower
 from hetero.parallel.mesh import CONTEXT, TENSOR, sizes_of, stage_ranks, world_size
-from hetero.parallel.news import HEARING_SECONDS, Left
 from hetero.parallel.pipeline import Aside
 
 RING, ZIGZAG, ULYSSES = "ring", "zigzag", "ulysses"
@@ -93,12 +93,17 @@ class PreparedRanks:
         self._talks = Talks(teams, timeout_seconds)
         self._aside: Aside | None = None
         self._group: Any = None
+        self._take_back: Callable[[], None] = lower((), timeout_seconds)
         self._close = weakref.finalize(self, install(guards()))
         _prepared.add(self)
 
     def on(self, mesh: DeviceMesh) -> PreparedRanks:
         """Let tensors go through a mesh's group."""
-        self._group = mesh.get_group()
+        group = mesh.get_group()
+        if group is not self._group:
+            self._take_back()
+            self._group = group
+            self._take_back = lower([group], self._talks.waits.timeout_seconds)
         return self
 
     @property
@@ -113,24 +118,24 @@ class PreparedRanks:
         if dist.get_backend(self.group) != "gloo":  # whose calls are queued: nothing is waited for
             yield
             return
+        began = time.monotonic()
         self.meet(what)
         _running.append(self)
         try:
             yield
         except RuntimeError as error:
-            self._ask_why(error, what)
+            self._ask_why(error, what, began)
             raise
         finally:
             _running.pop()
 
-    def _ask_why(self, error: RuntimeError, what: str) -> None:
-        """Raise RankLost if torch's error is that another rank has left."""
+    def _ask_why(self, error: RuntimeError, what: str, began: float) -> None:
+        """Raise RankLost if torch's error is that another rank has left, or does not answer."""
         if isinstance(error, HeteroError):
             return
-        unknown = Left(Parting.SILENT, -1, "")
-        left = self._talks.news.cause(unknown, HEARING_SECONDS)
-        if left is not unknown:
-            raise self._talks.waits.lose(what, left) from error
+        lost = self._talks.waits.explained(error, what, began)
+        if lost is not None:
+            raise lost from error
 
     def wait(self, work: Any) -> None:
         if not _running:
@@ -146,6 +151,7 @@ class PreparedRanks:
         """Let go of the other ranks, which hear of the error that is being handled."""
         _prepared.discard(self)
         self._close()
+        self._take_back()
         if self._aside is not None:
             self._aside.close()
         self._talks.close()

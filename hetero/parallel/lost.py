@@ -14,15 +14,14 @@ from __future__ import annotations
 import functools
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from hetero.errors import DivergenceError, HeteroError
 from hetero.internals import Replacement, collective_wait, install
-from hetero.parallel.farewell import Parting
 from hetero.parallel.gloo import Talks
-from hetero.parallel.news import HEARING_SECONDS, Left
-from hetero.parallel.waits import TIMED_OUT
+from hetero.parallel.limits import lower
+from hetero.train.model.parts import Parts
 
 WHAT = "a part of a tensor"
 _following: weakref.WeakSet[TensorRanks] = weakref.WeakSet()
@@ -34,13 +33,16 @@ class TensorRanks:
     Args:
         talks: of all ranks of the model.
         n_ranks: those that have the parts of one tensor, which follow each other.
+        groups: of torch's, in which tensors' collectives are: they end when our own waits do.
     """
 
-    def __init__(self, talks: Talks, n_ranks: int) -> None:
+    def __init__(self, talks: Talks, n_ranks: int, groups: Iterable[Any]) -> None:
         self.n_waits = 0
         """For collectives, since the last step."""
         self._talks, self._n_ranks = talks, n_ranks
         self._uninstall = weakref.finalize(self, install(guards()))
+        limited = lower(groups, talks.waits.timeout_seconds)
+        self._take_back = weakref.finalize(self, limited)
         _following.add(self)
 
     def meet(self, settings: str) -> None:
@@ -61,17 +63,14 @@ class TensorRanks:
 
     def ask_why(self, error: RuntimeError, began: float) -> None:
         """Raise RankLost if a rank has left, or did not answer within the group's time limit."""
-        waits = self._talks.waits
-        if TIMED_OUT in str(error):
-            raise waits.failed(error, WHAT, began) from error
-        unknown = Left(Parting.SILENT, -1, "")
-        left = self._talks.news.cause(unknown, HEARING_SECONDS)
-        if left is not unknown:
-            raise waits.lose(WHAT, left) from error
+        lost = self._talks.waits.explained(error, WHAT, began)
+        if lost is not None:
+            raise lost from error
 
     def close(self) -> None:
         _following.discard(self)
         self._uninstall()
+        self._take_back()
 
 
 class NoTensors:
@@ -82,14 +81,16 @@ class NoTensors:
     def close(self) -> None: ...
 
 
-def follow_tensors(company: object, n_ranks: int) -> TensorRanks | NoTensors:
+def follow_tensors(company: object, parts: Parts) -> TensorRanks | NoTensors:
     """Return the ranks of a model's tensors; their waits say from now on which rank they have lost.
 
     Args:
         company: all ranks of the model, or this one alone.
-        n_ranks: those that have the parts of one tensor; 0 for a model without any.
+        parts: of the model's parameters.
     """
-    return TensorRanks(company, n_ranks) if isinstance(company, Talks) and n_ranks else NoTensors()
+    if isinstance(company, Talks) and parts.ranks:
+        return TensorRanks(company, len(parts.ranks), parts.groups)
+    return NoTensors()
 
 
 def _asking(wait: Callable[[Any], Any]) -> Callable[[Any], Any]:

@@ -24,10 +24,8 @@ from torch import nn
 from hetero.device.comm import Company
 from hetero.errors import ConfigError, HeteroError, StateError
 from hetero.internals import Replacement, install, pipeline_places, stages_of
-from hetero.parallel.farewell import Parting
 from hetero.parallel.gloo import Talks
 from hetero.parallel.mesh import STAGES, sizes_of, world_size
-from hetero.parallel.news import HEARING_SECONDS, Left
 from hetero.parallel.norms import StageNorms
 from hetero.parallel.splitting import refused
 from hetero.parallel.splitting import split as split
@@ -118,6 +116,7 @@ class Pipeline:
     def running(self, schedule: Any, stages: Sequence[Any]) -> Iterator[None]:
         """Run a schedule's step inside, so that it ends even if another rank never answers."""
         self._waits.check()
+        began = time.monotonic()
         with ExitStack() as stack:
             if torch.is_grad_enabled() and schedule not in self._seen:
                 self._seen.add(schedule)
@@ -131,19 +130,18 @@ class Pipeline:
                 yield
             except Exception as error:
                 raise_typed(error)
-                self._ask_why(error)
+                self._ask_why(error, began)
                 raise
             finally:
                 _running.pop()
 
-    def _ask_why(self, error: Exception) -> None:
-        """Raise RankLost if torch's error is that another rank has left."""
+    def _ask_why(self, error: Exception, began: float) -> None:
+        """Raise RankLost if torch's error is that another rank has left, or does not answer."""
         if not isinstance(error, RuntimeError) or error.__cause__ is not None:
             return  # of code that a stage called: torch names the stage, and the error as its cause
-        unknown = Left(Parting.SILENT, -1, "")
-        left = self._news.cause(unknown, HEARING_SECONDS)
-        if left is not unknown:
-            raise self._waits.lose(STAGE, left) from error
+        lost = self._waits.explained(error, STAGE, began)
+        if lost is not None:
+            raise lost from error
 
     def wait(self, works: Sequence[dist.Work]) -> None:
         """Block until what torch sends and receives is over."""

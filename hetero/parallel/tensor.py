@@ -178,6 +178,7 @@ class DTensors:
     def __init__(self, meshes: Sequence[DeviceMesh]) -> None:
         self._meshes = {geometry_of(mesh): mesh for mesh in meshes}
         self.ranks = tuple(flattened(meshes[0]))
+        self.groups = tuple({group for mesh in meshes for group in mesh.get_all_groups()})
         self.device_type = meshes[0].device_type
         self.is_first = dist.get_rank() == self.ranks[0]
 

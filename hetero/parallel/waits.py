@@ -93,6 +93,15 @@ class Waits:
         left = self.timeout_seconds - (time.monotonic() - began)
         return self.lose(what, self._news.cause(broken, min(HEARING_SECONDS, left)))
 
+    def explained(self, error: RuntimeError, what: str, began: float) -> RankLost | None:
+        """Return what the caller of torch's own code raises in place of its error, if a rank has
+        left, or did not answer within the time limit of its group; the wait ``began`` then."""
+        if TIMED_OUT in str(error):
+            return self.failed(error, what, began)
+        unknown = Left(Parting.SILENT, -1, "")
+        left = self._news.cause(unknown, HEARING_SECONDS)
+        return None if left is unknown else self.lose(what, left)
+
     def late(self) -> Left:
         """Return the cause of a wait that is too long; without one, as much as is known of it."""
         mine, seconds = self._news.rank, f"{self.timeout_seconds:.0f} s"

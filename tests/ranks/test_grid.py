@@ -19,9 +19,10 @@ from torch.distributed.tensor import DTensor
 
 import hetero
 from benchmarks.tensors import Attention
-from hetero.errors import ConfigError
+from hetero.errors import ConfigError, RankLost
 from hetero.parallel.tensor import parallelize
-from hetero.testing.ranks import run_ranks
+from hetero.testing.rank_faults import happen
+from hetero.testing.ranks import Died, outcomes, run_ranks
 from tests.ranks.models import OPTIMIZERS
 from tests.ranks.tensor_models import (
     Trained,
@@ -453,3 +454,28 @@ def test_a_llama_is_divided_over_a_square() -> None:
         assert not odd
         assert off < 1e-5
         assert evictions >= 3
+
+
+# -- a rank that is lost ---------------------------------------------------------------------------
+
+
+def loses(rank: int, how: str) -> None:
+    model = model_of("2d")
+    plain = OPTIMIZERS["sgd"](model.parameters())
+    settings = {**TIGHT, "timeout_seconds": 4.0, "mesh": {"tp": 4}}
+    model, optimizer = hetero.prepare(model, plain, **settings)
+    for step in range(2):
+        if step == 1 and rank == 1:
+            model.blocks[1].register_forward_hook(lambda *_: happen(how))
+        loss_of(model, step).backward()
+        optimizer.step()
+
+
+@pytest.mark.campaign(seconds=2)
+@pytest.mark.parametrize("how", ["error", "stopped"])
+def test_a_rank_that_is_lost_between_the_collectives_of_a_grid_ends_all(how: str) -> None:
+    for rank, end in enumerate(outcomes(4, loses, how)):
+        assert isinstance(end, Died)
+        if rank != 1:
+            assert isinstance(end.error, RankLost), end.text
+            assert how == "stopped" or "rank 1 left (Planted: planted)" in str(end.error)

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed._functional_collectives as collectives
-from torch.distributed.distributed_c10d import _set_pg_timeout
 
 import hetero
 from hetero.errors import DivergenceError, RankLost
+from hetero.internals import limits_of
 from hetero.testing.rank_faults import happen
 from hetero.testing.ranks import Died, outcomes, run_ranks
-from tests.ranks.tensor_models import TIGHT, TensorRun, around, built, loss_of, mesh_of, train
+from tests.ranks.tensor_models import TIGHT, TensorRun, around, built, loss_of, train
 
 RUN = TensorRun(steps=2, clip=0.05)
 SAID = {
@@ -41,13 +41,17 @@ class Counted:
         return self._wait(tensor)
 
 
-def trained(rank: int, run: TensorRun, at: int, how: str, victim: int) -> int:
+def trained(
+    rank: int, run: TensorRun, at: int, how: str, victim: int, timeout: float = 20.0
+) -> int:
     """Train; return how many waits there were. The fault comes at one of the victim."""
     model, plain = built(run)
-    model, optimizer = hetero.prepare(model, plain, **{**TIGHT, "timeout_seconds": 20.0})
+    mesh = {"dp_shard": run.dp, "tp": 2}
+    given = {**TIGHT, "timeout_seconds": timeout, "mesh": mesh}
+    model, optimizer = hetero.prepare(model, plain, **given)
     counted = Counted(collectives.wait_tensor, at if rank == victim else -1, how)
     collectives.wait_tensor = counted  # of this process alone
-    train(model, optimizer, run, lambda _, most: optimizer.clip_grad_norm_(most))
+    train(model, optimizer, run, lambda _, most: optimizer.clip_grad_norm_(most), dp=rank // 2)
     return counted.n_waits
 
 
@@ -75,14 +79,55 @@ def test_a_rank_that_is_lost_in_a_collective_is_named_on_the_others(
         assert "errors.OutOfMemory: " in second.text
 
 
+STOPS = [("tp", 1, "adamw"), ("vocabulary", 1, "lamb"), ("sequence", 2, "adamw")]
+
+
+@pytest.mark.campaign(seconds=2)
+@pytest.mark.parametrize("part", range(8))
+@pytest.mark.parametrize(("style", "dp", "optimizer"), STOPS)
+def test_a_rank_that_stops_in_a_collective_is_lost_after_the_timeout(
+    style: str, dp: int, optimizer: str, part: int
+) -> None:
+    """In the forward, the backward, the norm and the step, with shares on top too. torch itself
+    would wait for two minutes here."""
+    run = replace(RUN, style=style, optimizer=optimizer, dp=dp)
+    most = min(run_ranks(2 * dp, trained, run, -1, "", 1)) // 2  # others need a step after that
+    ends = outcomes(2 * dp, trained, run, most * part // 8, "stopped", 1, 4.0)
+    for rank, end in enumerate(ends):
+        assert isinstance(end, Died)
+        if rank != 1:
+            assert isinstance(end.error, RankLost), end.text
+            assert "rank 1 said nothing for 4 s" in str(end.error) or dp > 1
+
+
+def limits(rank: int) -> None:
+    """Prepare two models of one mesh, and let go of them in the order of their preparation."""
+    model, plain = built(RUN)
+    (group,) = model.blocks[0].up.weight.device_mesh.get_all_groups()
+    own = limits_of(group)
+    first = hetero.prepare(model, plain, **{**TIGHT, "timeout_seconds": 50.0})
+    second = hetero.prepare(*built(RUN), **{**TIGHT, "timeout_seconds": 20.0})
+    assert set(limits_of(group).values()) == {timedelta(seconds=20)} != set(own.values())
+    hetero.release(*first)
+    assert set(limits_of(group).values()) == {timedelta(seconds=20)}
+    hetero.release(*second)
+    assert limits_of(group) == own
+    third = hetero.prepare(model, plain, **{**TIGHT, "timeout_seconds": 10_000.0})
+    assert limits_of(group) == own
+    torch.distributed.barrier()  # until then no rank lets go
+    hetero.release(*third)
+
+
+def test_a_group_has_its_own_time_limit_again_after_release() -> None:
+    run_ranks(2, limits)
+
+
 def goes_another_way(rank: int, way: str, style: str) -> None:
     """Make a step, and a second one of which one rank makes another."""
     run = TensorRun(style, steps=1)
     model, plain = built(run)
     model, optimizer = hetero.prepare(model, plain, **{**TIGHT, "timeout_seconds": 3.0})
     train(model, optimizer, run)
-    limit = timedelta(seconds=4)  # as in init_process_group; half an hour if nothing is said
-    _set_pg_timeout(limit, mesh_of(run).get_group())
     if rank and way == "rate":
         optimizer.param_groups[0]["lr"] = 0.5
     elif rank and way == "block":

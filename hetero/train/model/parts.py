@@ -46,6 +46,8 @@ class Parts(Protocol):
     """The classes of wrappers; none for a model of plain tensors."""
     ranks: tuple[int, ...]
     """The ranks that have the parts of a parameter, this one included."""
+    groups: tuple[Any, ...]
+    """Of torch's, in which these ranks exchange what they have."""
     is_first: bool
     """Whether this rank is the first of them."""
     device_type: str
@@ -142,6 +144,7 @@ class PlainTensors:
 
     kinds: tuple[type, ...] = ()
     ranks: tuple[int, ...] = ()
+    groups: tuple[Any, ...] = ()
     is_first = True
     device_type = ""
     version = staticmethod(version_of)
