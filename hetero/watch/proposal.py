@@ -15,6 +15,7 @@ from hetero.device import Fragments, accelerator_name
 from hetero.errors import HeteroError
 from hetero.plan.hardware import find, names
 from hetero.rehearse.plan import Plan, plan, shown
+from hetero.report.words import format_seconds
 from hetero.types import format_bytes
 from hetero.watch.observer import Shortage
 from hetero.watch.program import Program, Subject
@@ -151,7 +152,8 @@ def sentences(found: Plan) -> list[str]:
         + (f" of {format_bytes(row.budget_bytes)}" if row.budget_bytes else "")
         for row in found.tiers
     )
-    said = [f"rehearsed on profile {found.profile}: {tiers}; {found.step_seconds:.3g} s a step"]
+    step = format_seconds(found.step_seconds)
+    said = [f"rehearsed on profile {found.profile}: {tiers}; {step} a step"]
     for short in found.shortfalls:
         said.append(
             f"{short.tier} was {format_bytes(short.short_bytes)} short at first: the line asks for"

@@ -62,22 +62,36 @@ class Browser:
         self._session = answer["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.send(f"{domain}.enable")
+        self.look(width, height, dark)
+
+    def look(self, width: int, height: int = 900, dark: bool = False) -> None:
+        """Be a window of a size, on a system that is light or dark."""
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
         self.send("Emulation.setDeviceMetricsOverride", **size)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.send("Emulation.setEmulatedMedia", features=[scheme])
 
     def open(self, path: Path) -> None:
-        """Go to a file and wait until the page says that it is drawn."""
-        self.send("Page.navigate", url=path.resolve().as_uri())
+        """Go to a file and wait until its script says that it is drawn."""
+        self.load(path)
+        self._wait("document.body.dataset.ready == 'yes'")
+
+    def load(self, path: Path) -> None:
+        """Go to a file, with or without a script, and wait until all of it is there."""
+        url = path.resolve().as_uri()
+        self.send("Page.navigate", url=url)
+        self._wait(f"location.href == {json.dumps(url)} && document.readyState == 'complete'")
+
+    def _wait(self, condition: str) -> None:
         until = time.monotonic() + PATIENCE_SECONDS
-        while self.ask("document.body && document.body.dataset.ready") != "yes":
+        while self.ask(condition) is not True:
             assert time.monotonic() < until, f"the page was never drawn: {self.complaints()}"
             time.sleep(0.05)
 
     def ask(self, expression: str) -> Any:
-        """Return what an expression is in the page."""
-        answer = self.send("Runtime.evaluate", expression=expression, returnByValue=True)
+        """Return what an expression is in the page, or what its promise becomes."""
+        how = {"returnByValue": True, "awaitPromise": True}
+        answer = self.send("Runtime.evaluate", expression=expression, **how)
         return answer["result"].get("value")
 
     def press(self, key: str, text: str = "") -> None:
