@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import cast
+from unittest.mock import create_autospec
 
 import pytest
 
 from benchmarks import cards
-from benchmarks.cards import Cell, keep, known_cells, table, write
+from benchmarks.cards import GIB, Cell, keep, known_cells, table, write
+from hetero.rehearse.plan import Plan, TierPlan
 from tests.docs.pages import read
 
 FITS = Cell(True, 1.25, 6553.6, 3 * 2**30)
@@ -31,6 +34,36 @@ def test_cells_are_kept_and_read_again(tmp_path: Path) -> None:
 
 def test_a_cell_that_cannot_be_planned_says_why() -> None:
     assert "no-such-model" in cards.cell("no-such-model", "rtx4090", "full").problem
+
+
+@pytest.mark.parametrize(
+    ("seconds", "fits", "taken"), [(1.04, True, 12), (1.06, True, 40), (1.0, False, 40)]
+)
+def test_a_cell_has_little_ram_where_that_costs_little_time(
+    seconds: float, fits: bool, taken: int
+) -> None:
+    asked = []
+
+    def plan_with(host: int | None = None) -> Plan:
+        asked.append(host)
+        if host is None:
+            return planned(1.0, 40, {"param": 10 * GIB, "activation": 30 * GIB})
+        return planned(seconds, 12, {"param": 10 * GIB, "activation": 2 * GIB}, fits)
+
+    assert cards.host_of(cards.frugal(plan_with)).peak_bytes == taken * GIB
+    assert asked == [None, 12 * GIB]
+
+
+def test_a_cell_without_activations_in_ram_is_planned_once() -> None:
+    found = planned(1.0, 10, {"param": 10 * GIB})
+    assert cards.frugal(lambda: found) is found
+
+
+def planned(seconds: float, gib: int, at_peak: dict[str, int], fits: bool = True) -> Plan:
+    plan = create_autospec(Plan, instance=True)
+    plan.fits, plan.step_seconds = fits, seconds
+    plan.tiers = [TierPlan("HOST", None, gib * GIB, at_peak, at_peak)]
+    return cast("Plan", plan)
 
 
 def test_a_table_has_a_row_a_model_and_way_and_says_what_is_missing() -> None:
