@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from hetero.device import CudaDevice, Slab, release_slab
+from hetero.errors import BudgetError
 from hetero.types import Lane
 from tests.emulator import fake
 
@@ -144,6 +145,19 @@ def test_a_device_that_is_not_the_current_one_has_slabs_of_its_own(
     device.sync(device.copy(Lane.H2D, arena.carve(0, MIB), slab.block.fill_(5)))
     assert bool((arena.block == 5).all())
     assert fake.cuda().contexts == {0}
+
+
+def test_memory_that_the_driver_lacks_is_said_whichever_allocator_torch_has(
+    emulator: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = fake.device()
+    monkeypatch.setattr(fake.cuda(), "backend", "cudaMallocAsync")
+    with (
+        fake.limit(hbm=fake.allocated_bytes() + MIB),
+        pytest.raises(BudgetError, match="are not free on") as caught,
+    ):
+        device.arena(2 * MIB)
+    assert "expandable_segments" not in caught.value.advice
 
 
 def test_memory_that_torch_may_not_take_is_not_free(

@@ -59,6 +59,8 @@ class Cuda:
         """The current device of threads that have not chosen one."""
         self.contexts: set[int] = set()
         """Devices on which memory was page-locked."""
+        self.backend = "native"
+        """torch's allocator."""
         self.fraction = 1.0
         """Of the device's memory, that torch's allocator may take."""
         self.late: list[Late] = []
@@ -155,7 +157,12 @@ class Cuda:
     def get_per_process_memory_fraction(self, device: object = None) -> float:
         return self.fraction
 
+    def get_allocator_backend(self) -> str:
+        return self.backend
+
     def memory_snapshot(self) -> list[dict[str, Any]]:
+        if self.backend != "native":
+            raise RuntimeError(f"Calling snapshot with backend:{self.backend} is not meaningful")
         return [{"device": 0, "is_expandable": self.facts.is_expandable}]
 
     def memory_stats(self, device: object = None) -> dict[str, int]:
