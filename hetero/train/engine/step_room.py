@@ -253,6 +253,10 @@ class Versions(NamedTuple):
 UNSEEN = Versions(None, {})
 NO_ROOM = "a step found no room on the device, and had perhaps changed some weights"
 UNTOUCHED = "weights and states are those of the last step"
+LOST = (
+    "some weights may be of this step and others of the last one: build the model and the optimizer"
+    " anew, and load the last checkpoint"
+)
 TORN = (
     "some weights may be of this step and others of the last one, so that the model must not be"
     " used before a checkpoint is loaded"
