@@ -71,6 +71,7 @@ class DryDevice(CpuDevice):
     Args:
         is_cuda: whether it stands for a CUDA device; if not, for a CPU.
         same_ram: whether its memory is RAM, as of a CPU that is not "cpu:sim".
+        shares_ram: whether a CUDA device's memory is a part of RAM.
         hbm_bytes: its size; None if it is RAM.
         ram_bytes: RAM that this process may take.
         copy_seconds: (lane, bytes, whether the other lane is busy) -> seconds.
@@ -89,6 +90,7 @@ class DryDevice(CpuDevice):
         *,
         is_cuda: bool = False,
         same_ram: bool = False,
+        shares_ram: bool = False,
         hbm_bytes: int | None = None,
         ram_bytes: int,
         copy_seconds: CopySeconds,
@@ -99,7 +101,7 @@ class DryDevice(CpuDevice):
         super().__init__(META)
         self.is_cuda = is_cuda
         self.same_ram = same_ram
-        self.shares_ram = not is_cuda
+        self.shares_ram = shares_ram or not is_cuda
         self.align_bytes = CUDA_ALIGN_BYTES if is_cuda else CpuDevice.align_bytes
         self.clock_seconds = 0.0
         self.time_passed: Callable[[], None] = lambda: None

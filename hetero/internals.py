@@ -32,6 +32,7 @@ from hetero.errors import unknown_torch
 
 NAMES = (  # module, attribute
     *(("torch._C", "_current_graph_task_id"), ("torch._C", "_storage_Use_Count")),
+    *(("torch._C", "_to_dlpack"),),
     *(("torch._C", "_get_tracing_state"), ("torch._C", "DisableTorchFunctionSubclass")),
     *(("torch._C", "_disabled_torch_function_impl"), ("torch.Tensor", "_make_wrapper_subclass")),
     *(("torch.Tensor", "_make_subclass"), ("torch.Tensor", "_version")),
@@ -207,6 +208,8 @@ def run_backward(loss: torch.Tensor) -> None:
 
 storage_uses: Callable[[int], int] = _FOUND["torch._C._storage_Use_Count"]
 """Return how many tensors and handles share a storage, by its address in C++."""
+capsule_of: Callable[[torch.Tensor], object] = _FOUND["torch._C._to_dlpack"]
+"""Return a tensor for `from_dlpack`, which becomes another one with a storage of its own."""
 
 # -- saved tensors -------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 
 from hetero.config import HostLimit
-from hetero.internals import storage_uses
+from hetero.internals import capsule_of, storage_uses
 from hetero.types import Lane
 
 POISON = 0xFF  # a NaN in every float format, -1 in every int format
@@ -290,7 +290,8 @@ class Slab:
             at = self.first + offset
             return torch.frombuffer(memory, dtype=torch.uint8, count=n_bytes, offset=at)
         piece = self.block[offset : offset + n_bytes]
-        return torch.utils.dlpack.from_dlpack(piece)
+        # by a capsule: a tensor is refused unless its device is the thread's current one
+        return torch.utils.dlpack.from_dlpack(capsule_of(piece))
 
     def give_back(self, offset: int) -> None:
         """Give the system the whole pages from ``offset`` on, until they are written again. No copy

@@ -71,7 +71,8 @@ class LockedMemory:
         with self._changing:
             if not self._has_room(n_bytes):
                 return False
-            error = int(torch.cuda.cudart().cudaHostRegister(first, n_bytes, 0))
+            with torch.cuda.device(self._place):  # no context on another one, for its HBM
+                error = int(torch.cuda.cudart().cudaHostRegister(first, n_bytes, 0))
             if error:
                 self._refused(n_bytes, is_wall=error != ALREADY_REGISTERED)
                 return False
@@ -104,7 +105,8 @@ class LockedMemory:
             return
         self._settle()
         with self._changing:
-            torch.cuda.cudart().cudaHostUnregister(first)
+            with torch.cuda.device(self._place):
+                torch.cuda.cudart().cudaHostUnregister(first)
             self.n_bytes -= self._ends.pop(first) - first
             self._sort()
         if mapping is not None:

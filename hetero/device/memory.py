@@ -8,7 +8,7 @@ import weakref
 import torch
 
 from hetero.device.lanes import CudaLanes
-from hetero.device.process import counts, first_line
+from hetero.device.process import counts, first_line, keeps_segments
 from hetero.errors import BudgetError
 from hetero.types import format_bytes
 
@@ -91,6 +91,8 @@ class CudaMemory:
 
     def _expands(self) -> bool:
         """Whether torch's allocator has segments that grow, so that free memory is in one piece."""
+        if not keeps_segments():
+            return True
         return any(segment.get("is_expandable") for segment in torch.cuda.memory_snapshot())
 
     def total_bytes(self) -> int:

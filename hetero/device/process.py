@@ -152,9 +152,15 @@ class Fragments(NamedTuple):
         return max(0, self.reserved_bytes - self.allocated_bytes)
 
 
+def keeps_segments() -> bool:
+    """Whether torch's allocator cuts segments of its own; cudaMallocAsync, which the driver serves,
+    refuses to tell of any."""
+    return str(torch.cuda.get_allocator_backend()) == "native"
+
+
 def fragments(place: torch.device) -> Fragments | None:
-    """Return how the memory of a CUDA device is cut; None on a CPU."""
-    if place.type != "cuda":
+    """Return how the memory of a CUDA device is cut; None on a CPU, and where drivers cut it."""
+    if place.type != "cuda" or not keeps_segments():
         return None
     free, total = torch.cuda.mem_get_info(place)
     held = counts(place)

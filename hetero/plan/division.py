@@ -6,13 +6,13 @@ Pure arithmetic on bytes; no torch. Activations' need is measured and forecast e
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hetero.plan.activations import Policy
 from hetero.plan.placement import BucketHomes, hold
 
-WIDEST = 3  # frames for so many of the widest unit come before homes
+WIDEST = 3  # frames for so many of the widest unit that pages come before homes
 WORTH = 8  # add frames only for more than 1/8 of HBM: they are filled and planned anew
 
 
@@ -28,6 +28,8 @@ class Hbm:
     """Of one frame."""
     useful_frames: int = sys.maxsize
     """More of them would stay empty."""
+    units: tuple[Mapping[int, int], ...] = ()
+    """Of the frames that each unit pins, by bucket, where homes on HBM need none; else empty."""
 
     @property
     def most_bytes(self) -> int:
@@ -52,10 +54,18 @@ class Hbm:
         """Return the bytes that ``frames`` leave to activations and the ring."""
         return self.most_bytes - frames * self.granule_bytes
 
-    def is_worth(self, n_bytes: int, frames: int) -> bool:
+    def streaming_bytes(self, held: Collection[int] = (), *, units: int = WIDEST) -> int:
+        """Return the bytes of frames that let fetches overlap with compute: of a few of the widest
+        unit, where the homes of ``held`` buckets are on HBM, and of the minimum."""
+        if not self.units:
+            return units * self.least_bytes
+        widest = max(sum(n for b, n in pins.items() if b not in held) for pins in self.units)
+        return max(self.least_bytes, units * widest)
+
+    def is_worth(self, n_bytes: int, frames: int, held: Collection[int] = ()) -> bool:
         """Whether many more than ``frames`` fit with ``n_bytes`` of activations and ring, or the
-        few that let fetches overlap with compute."""
-        few = frames < WIDEST * self.fewest_frames
+        few that let fetches of others than ``held`` buckets overlap with compute."""
+        few = frames * self.granule_bytes < self.streaming_bytes(held)
         least = self.least_bytes if few else max(self.most_bytes // WORTH, self.least_bytes)
         return self.left_bytes(frames) - n_bytes > least
 
@@ -123,7 +133,7 @@ def divide(
     home_bytes = sum(home.n_bytes for home in homes if home.bucket in held)
     taken += home_bytes
     fitting = min(hbm.frames(taken), hbm.useful_frames)
-    stays = keeps and fitting > frames and not hbm.is_worth(taken, frames)
+    stays = keeps and fitting > frames and not hbm.is_worth(taken, frames, held)
     return Division(
         hbm.buffer_bytes,
         activation_bytes,
@@ -150,10 +160,28 @@ def choose_homes(
     of ``stuck`` buckets stay in any case.
     """
     room = hbm.most_bytes - taken_bytes
-    free = room - WIDEST * hbm.least_bytes - sum(h.n_bytes for h in homes if h.bucket in stuck)
-    wanted = stuck | hold((home for home in homes if home.bucket not in stuck), free)
+    wanted = _most_homes(hbm, room, homes, stuck)
     now, then = (sum(h.n_bytes for h in homes if h.bucket in b) for b in (on_hbm, wanted))
-    fits = now <= room - (WIDEST - 1) * hbm.least_bytes
+    fits = now <= room - hbm.streaming_bytes(on_hbm, units=WIDEST - 1)
     if on_hbm and fits and then - now <= hbm.most_bytes // WORTH:
         return on_hbm
     return wanted
+
+
+def _most_homes(
+    hbm: Hbm, room_bytes: int, homes: Sequence[BucketHomes], stuck: frozenset[int]
+) -> frozenset[int]:
+    """Return the buckets whose homes fit next to the frames that the others need.
+
+    The widest unit goes up first, as a rule, and the frames for it become room for more homes.
+    """
+    free = [home for home in homes if home.bucket not in stuck]
+    room = room_bytes - sum(home.n_bytes for home in homes if home.bucket in stuck)
+    frames = hbm.streaming_bytes(stuck)
+    found = stuck | hold(free, room - frames)
+    while (fewer := hbm.streaming_bytes(found)) < frames:
+        more = stuck | hold(free, room - fewer)
+        if hbm.streaming_bytes(more) > fewer:  # another one went up in the place of the widest
+            return found
+        found, frames = more, fewer
+    return found

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from hetero.plan.machine import (
     DTYPES,
+    ONE_RAM,
     Direction,
     Dtype,
     Figure,
@@ -61,6 +62,7 @@ CARDS = (
     Card(r"\bH100(?! NVL)\b", (64, 80, 96), 3350, bf16=989, fp16=989, fp8=1979, fp32=67),
     Card(r"\bH200\b", (141,), 4800, bf16=989, fp16=989, fp8=1979, fp32=67),
     Card(r"\bGH200\b", (96, 144), 4900, bf16=989, fp16=989, fp8=1979, fp32=67),
+    Card(r"\bGB10\b", (128,), 273, bf16=125, fp16=125, fp32=31),
     Card(r"\bB200\b", (180, 192), 8000, bf16=2250, fp16=2250, fp8=4500, fp32=80),
 )
 
@@ -157,6 +159,12 @@ def machines_have_devices(profile: MachineProfile) -> Iterator[str]:
         yield f"net.inter.devices_per_node: a machine of {inter.devices_per_node} devices"
 
 
+def one_ram_holds_the_device(profile: MachineProfile) -> Iterator[str]:
+    gpu, ram = profile.gpu, profile.host.ram_bytes
+    if gpu is not None and profile.has_one_ram and gpu.hbm_bytes.value > ram.value:
+        yield f"gpu.hbm_bytes: a device in one RAM (link.h2d.type) has more than {ram.value:.0f}"
+
+
 BROKEN: tuple[Rule, ...] = (
     kind_is_known,
     numbers_are_positive,
@@ -164,6 +172,7 @@ BROKEN: tuple[Rule, ...] = (
     tables_ascend,
     grids_are_full,
     something_computes,
+    one_ram_holds_the_device,
 )
 
 
@@ -323,7 +332,7 @@ def physical_gbps(kind: str) -> float | None:
     match = re.fullmatch(r"pcie([1-6])x(1|2|4|8|16)", kind)
     if match:
         return LANE_GBPS[int(match[1])] * int(match[2])
-    return {"c2c": C2C_GBPS, "ram": math.inf, "unknown": math.inf}.get(kind)
+    return {"c2c": C2C_GBPS, ONE_RAM: math.inf, "unknown": math.inf}.get(kind)
 
 
 DOUBTFUL: tuple[Rule, ...] = (

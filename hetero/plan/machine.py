@@ -24,6 +24,7 @@ from hetero.types import Lane
 Dtype = Literal["fp32", "bf16", "fp16", "fp8"]
 DTYPES: tuple[Dtype, ...] = ("fp32", "bf16", "fp16", "fp8")
 GIGA, TERA, MICRO = 9, 12, -6  # powers of ten
+ONE_RAM = "ram"  # the type of a link within it
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +165,8 @@ class Direction:
     """``[link.h2d]``, ``[link.d2h]``: copies between HOST and HBM, one way."""
 
     type: str = ""
-    """"pcie4x16" and the like, "c2c", "ram" if HBM is RAM, or "unknown"; of d2h "" is as h2d."""
+    """"pcie4x16" and the like, "c2c", `ONE_RAM` if HBM is RAM, or "unknown"; of d2h "" is as
+    h2d."""
     peak_bytes_per_second: Figure | None = optional("peak_GBps", GIGA)
     bytes_per_second: Figure = field(metadata=form("GBps", GIGA))
     """Of large copies from page-locked memory, with nothing else on the link."""
@@ -391,6 +393,11 @@ class MachineProfile:
     net: Net | None = None
     overlap: Overlap = field(default_factory=Overlap)
     quality: Quality = field(default_factory=Quality)
+
+    @property
+    def has_one_ram(self) -> bool:
+        """Whether the device's memory is a part of RAM, so that its bytes are counted there."""
+        return self.gpu is not None and self.link is not None and self.link.h2d.type == ONE_RAM
 
     @property
     def compute(self) -> Gpu | Host:

@@ -13,6 +13,7 @@ import psutil
 from hetero.device import Accelerator, Device
 from hetero.io import Folder
 from hetero.plan.lint import physical_gbps
+from hetero.plan.machine import ONE_RAM
 from hetero.recipes.doctor import ask_driver
 from hetero.recipes.probes import Rig
 
@@ -45,6 +46,7 @@ def look(rig: Rig, used_before_bytes: int) -> MachineFacts:
     """Return the facts of this machine; ``used_before_bytes`` of HBM were in use before."""
     driver, gpus, _ = ask_driver()
     accelerator = rig.device.facts()
+    apart = None if rig.device.shares_ram else accelerator  # from RAM
     pcie = gpus[0].pcie.lower().replace(" ", "") if gpus else ""
     return MachineFacts(
         name=host_name(),
@@ -55,7 +57,7 @@ def look(rig: Rig, used_before_bytes: int) -> MachineFacts:
         limit_bytes=rig.limit_bytes,
         memlock_bytes=memlock_bytes(),
         device=rig.device.name,
-        link_type="ram" if accelerator is None else link_type(accelerator.name, pcie),
+        link_type=ONE_RAM if apart is None else link_type(apart.name, pcie),
         accelerator=accelerator,
         accelerators=len(gpus) if accelerator is not None else 0,
         context_bytes=context_bytes(rig.device, used_before_bytes),

@@ -283,12 +283,22 @@ def budget(scene: Scene, field: str) -> int | None:
     """Return a budget in bytes: as set, or as the machine has."""
     value: int | None = getattr(scene.config, field)
     if value is None and field == "host":
-        host = scene.profile.host
-        n_here = ranks_of(scene.config.mesh, scene.profile).n_here
-        return int((host.limit_bytes or host.ram_bytes).value) // n_here
+        return ram_beside(scene, scene.config.hbm)
     if value is None and field == "hbm" and scene.profile.gpu is not None:
         return int(scene.profile.gpu.hbm_bytes.value)
     return value
+
+
+def ram_beside(scene: Scene, hbm: int | None) -> int:
+    """Return the RAM of a rank, less ``hbm`` bytes where a device's memory is a part of it."""
+    host, n_here = scene.profile.host, ranks_of(scene.config.mesh, scene.profile).n_here
+    taken = hbm if hbm is not None and has_one_ram(scene) else 0
+    return int((host.limit_bytes or host.ram_bytes).value) // n_here - taken
+
+
+def has_one_ram(scene: Scene) -> bool:
+    """Whether the device that is planned for has its memory in RAM, and a budget of it."""
+    return scene.profile.has_one_ram and scene.config.device in (None, "cuda")
 
 
 # -- the plan of it ------------------------------------------------------------------------------
@@ -359,6 +369,8 @@ def with_limits(scene: Scene, found: Rehearsal, needed: Mapping[str, int], token
     }
     if scene.config.device == "cpu":  # it and HBM are one RAM
         budgets["HBM"] = meta.budgets.get("HBM")
+    if has_one_ram(scene):
+        budgets["HOST"] = meta.budgets.get("HOST") or ram_beside(scene, budgets["HBM"])
     return replace(found.run, meta=replace(meta, budgets=budgets, step_tokens=tokens))
 
 

@@ -270,6 +270,7 @@ def device_for(config: Config, profile: MachineProfile) -> DryDevice:
     return DryDevice(
         is_cuda=gpu is not None,
         same_ram=kind == "cpu",
+        shares_ram=gpu is not None and profile.has_one_ram,
         hbm_bytes=hbm,
         ram_bytes=ram,
         copy_seconds=copy_seconds,

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from hetero.device import CudaDevice, Slab, release_slab
+from hetero.errors import BudgetError
 from hetero.types import Lane
 from tests.emulator import fake
 
@@ -130,6 +131,33 @@ def test_pages_that_others_have_locked_are_no_wall(emulator: None) -> None:
         warnings.simplefilter("error")
         assert device.lock(slab.block) is None
         assert device.slab(2 * MIB).registered
+
+
+def test_a_device_that_is_not_the_current_one_has_slabs_of_its_own(
+    watched: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of "cuda:1", and of threads of ours there: each thread's current device is the first."""
+    device = fake.device()
+    monkeypatch.setattr(fake.cuda(), "elsewhere", 1)
+    monkeypatch.setattr(fake.cuda(), "contexts", set())
+    monkeypatch.delattr(fake.cuda()._thread, "device", raising=False)
+    slab, arena = device.slab(MIB), device.arena(MIB)
+    device.sync(device.copy(Lane.H2D, arena.carve(0, MIB), slab.block.fill_(5)))
+    assert bool((arena.block == 5).all())
+    assert fake.cuda().contexts == {0}
+
+
+def test_memory_that_the_driver_lacks_is_said_whichever_allocator_torch_has(
+    emulator: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = fake.device()
+    monkeypatch.setattr(fake.cuda(), "backend", "cudaMallocAsync")
+    with (
+        fake.limit(hbm=fake.allocated_bytes() + MIB),
+        pytest.raises(BudgetError, match="are not free on") as caught,
+    ):
+        device.arena(2 * MIB)
+    assert "expandable_segments" not in caught.value.advice
 
 
 def test_memory_that_torch_may_not_take_is_not_free(

@@ -9,6 +9,7 @@ import contextlib
 import itertools
 import os
 import random
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
@@ -53,6 +54,13 @@ class Cuda:
         self.chance = random.Random(0)
         self.facts = Facts()
         self.pinned_limit: int | None = None
+        self._thread = threading.local()
+        self.elsewhere = 0
+        """The current device of threads that have not chosen one."""
+        self.contexts: set[int] = set()
+        """Devices on which memory was page-locked."""
+        self.backend = "native"
+        """torch's allocator."""
         self.fraction = 1.0
         """Of the device's memory, that torch's allocator may take."""
         self.late: list[Late] = []
@@ -78,7 +86,16 @@ class Cuda:
         return 1
 
     def current_device(self) -> int:
-        return 0
+        """The thread's; there is one, and a test may say that it is another."""
+        return int(getattr(self._thread, "device", self.elsewhere))
+
+    @contextlib.contextmanager
+    def device(self, place: torch.device) -> Iterator[None]:
+        before, self._thread.device = self.current_device(), place.index or 0
+        try:
+            yield
+        finally:
+            self._thread.device = before
 
     def current_stream(self, device: object = None) -> Stream:
         return Stream(self, self._e.get_stream())
@@ -90,7 +107,8 @@ class Cuda:
     def stream(self, stream: Stream) -> Iterator[None]:
         old = self._e.set_stream(stream.id)
         try:
-            yield
+            with self.device(stream.device):
+                yield
         finally:
             self._e.set_stream(old)
 
@@ -139,7 +157,12 @@ class Cuda:
     def get_per_process_memory_fraction(self, device: object = None) -> float:
         return self.fraction
 
+    def get_allocator_backend(self) -> str:
+        return self.backend
+
     def memory_snapshot(self) -> list[dict[str, Any]]:
+        if self.backend != "native":
+            raise RuntimeError(f"Calling snapshot with backend:{self.backend} is not meaningful")
         return [{"device": 0, "is_expandable": self.facts.is_expandable}]
 
     def memory_stats(self, device: object = None) -> dict[str, int]:
@@ -247,6 +270,7 @@ class Cudart:
     def cudaHostRegister(self, pointer: int, size: int, flags: int) -> int:
         if pointer % 4096:
             raise ValueError("not a page's address")
+        self._cuda.contexts.add(self._cuda.current_device())
         limit, e = self._cuda.pinned_limit, self._cuda._e
         if limit is not None and e.pinned_bytes() + size > limit:
             e.refuse()
@@ -262,7 +286,7 @@ class Torch:
 
     def __init__(self, cuda: Cuda) -> None:
         self.cuda = cuda
-        self.utils = SimpleNamespace(dlpack=SimpleNamespace(from_dlpack=from_dlpack))
+        self.utils = SimpleNamespace(dlpack=SimpleNamespace(from_dlpack=self.from_dlpack))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
@@ -270,11 +294,13 @@ class Torch:
     def device(self, kind: object, *index: int) -> torch.device:
         return torch.device(DEVICE if kind == "cuda" else kind, *index)
 
-
-def from_dlpack(tensor: torch.Tensor) -> torch.Tensor:
-    """As for CUDA: a storage of its own over the same bytes (`Tensor.__dlpack__` has no such
-    device)."""
-    return torch._C._from_dlpack(torch._C._to_dlpack(tensor))
+    def from_dlpack(self, source: Any) -> torch.Tensor:
+        """As for CUDA: a storage of its own over the same bytes."""
+        if isinstance(source, torch.Tensor):
+            if source.device.index not in (None, self.cuda.current_device()):
+                raise BufferError("Can't export tensors on a different CUDA device index")
+            source = torch._C._to_dlpack(source)
+        return torch._C._from_dlpack(source)
 
 
 def register(cuda: Cuda) -> None:

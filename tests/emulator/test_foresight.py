@@ -411,3 +411,16 @@ def test_a_step_of_masters_without_room_for_states_can_be_made_later(watched: No
         return bits(model)
 
     assert all(map(torch.equal, trained(short=False), trained(short=True)))
+
+
+def test_an_update_of_masters_that_fails_half_way_says_what_is_left(watched: None) -> None:
+    """A rule without a written formula makes copies of masters while it steps them."""
+    model, optimizer = prepared(
+        lambda model: torch.optim.ASGD(model.parameters()), precision="bf16", activations="keep"
+    )
+    step(model, optimizer, 0, [4])
+    loss_of(model, 1, 4).backward()
+    error = short_of(0, optimizer.step)
+    assert "anew" in str(error) and "those of the last step" not in str(error)
+    with pytest.raises(StateError, match="found no room"):
+        loss_of(model, 2, 4)

@@ -140,6 +140,31 @@ def test_homes_take_what_activations_and_a_few_frames_leave(
         assert hbm.total_bytes - taken >= 2 * hbm.least_bytes
 
 
+@given(cases(), st.lists(st.integers(1, 2**33), min_size=1, max_size=12), st.data())
+def test_units_that_page_have_frames_for_a_few_of_the_widest_of_them(
+    case: tuple[Hbm, int, int, int], sizes: list[int], data: st.DataObject
+) -> None:
+    hbm, need, ring, _ = case
+    fewest = st.integers(1, hbm.fewest_frames)
+    units = tuple({b: data.draw(fewest) * hbm.granule_bytes} for b in range(len(sizes)))
+    hbm = dataclasses.replace(hbm, units=units)
+    homes = [BucketHomes(bucket, n_bytes) for bucket, n_bytes in enumerate(sizes)]
+    found = divide(hbm, need, ring_bytes=ring, homes=homes)
+    if found.on_hbm:
+        left = hbm.most_bytes - found.moving_bytes - found.home_bytes
+        paged = [n for pins in units for b, n in pins.items() if b not in found.on_hbm]
+        assert left >= max(hbm.least_bytes, WIDEST * max(paged, default=0))
+
+
+def test_frames_of_a_wide_unit_that_is_read_at_home_are_room_for_other_homes() -> None:
+    homes = [BucketHomes(0, 500), *(BucketHomes(bucket, 150) for bucket in (1, 2, 3))]
+    plain = Hbm(1000, 0, 100, 1)
+    hbm = dataclasses.replace(plain, units=({0: 100}, {1: 10}, {2: 10}, {3: 10}))
+    assert divide(plain, 0, homes=homes).on_hbm == {0, 1}
+    assert divide(hbm, 0, homes=homes).on_hbm == {0, 1, 2}
+    assert divide(hbm, 450, homes=homes).on_hbm == {1}  # frames for three of the widest
+
+
 def test_frames_that_let_fetches_overlap_are_worth_a_new_plan() -> None:
     hbm = Hbm(1000, 0, 10, 1)
     few = divide(hbm, 960, frames=10, keeps=True)

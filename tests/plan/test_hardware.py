@@ -21,7 +21,7 @@ from hetero.types import Lane
 
 GPUS = [
     *("v100-sxm2-32", "rtx3090", "rtx4090", "rtx5090", "a100-40", "a100-80", "h100-sxm"),
-    *("h200-sxm", "gh200-96", "b200-sxm"),
+    *("h200-sxm", "gh200-96", "b200-sxm", "gb10"),
 ]
 LAPTOPS = ["laptop-8c-avx2-ddr5", "laptop-4c-avx2-ddr4"]
 LANES = [Lane.H2D, Lane.D2H]
@@ -407,10 +407,18 @@ def test_what_the_formulas_cannot_use_is_not_loaded_and_what_is_doubtful_is() ->
 
 def test_every_rule_of_the_linter_has_a_planted_violation() -> None:
     texts = [planted("rtx4090", old, new) for old, new, _ in PLANTED.values()]
+    texts.append(planted("gb10", "hbm_bytes = { v = 1", "hbm_bytes = { v = 2"))
     profiles = [profile for profile, _ in map(hardware.read, texts) if profile is not None]
 
     for rule in BROKEN + DOUBTFUL:
         assert any(list(rule(profile)) for profile in profiles), rule.__name__
+
+
+def test_a_device_in_one_ram_has_no_more_than_that() -> None:
+    assert shipped("gb10").has_one_ram
+    assert not any(shipped(name).has_one_ram for name in (*GPUS, *LAPTOPS) if name != "gb10")
+    with pytest.raises(ConfigError, match="a device in one RAM"):
+        parse(planted("gb10", "hbm_bytes = { v = 1", "hbm_bytes = { v = 2"))
 
 
 # -- times ---------------------------------------------------------------------------------------

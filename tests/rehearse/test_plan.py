@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import copy
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +17,8 @@ from torch import nn
 import hetero
 from hetero.errors import ConfigError, StateError
 from hetero.events import EventLog
-from hetero.plan.hardware import find
+from hetero.plan.hardware import dump, find
+from hetero.plan.machine import Figure
 from hetero.recipes.gpt import GPT, GPTConfig
 from hetero.rehearse.plan import Plan, plan, scalar_of
 from hetero.train.activations.meter import LiveBytes
@@ -77,6 +80,27 @@ def test_a_machine_with_a_gpu_is_planned_without_one() -> None:
 
     assert found.fits and found.profile == GPU
     assert found.step_seconds != planned().step_seconds
+
+
+@pytest.mark.parametrize("hbm", [None, 400_000])
+def test_hbm_that_is_ram_is_counted_once(tmp_path: Path, hbm: int | None) -> None:
+    """As on a GB10: homes, frames and activations divide what is left of one memory."""
+    whole = find("gb10")
+    n_bytes, gpu = Figure(2_300_000, "est"), whole.gpu
+    assert gpu is not None
+    small = replace(
+        whole,
+        gpu=replace(gpu, hbm_bytes=n_bytes, context_bytes=None),
+        host=replace(whole.host, ram_bytes=n_bytes),
+    )
+    path = tmp_path / "small.toml"
+    path.write_text(dump(small))
+    found = planned(profile=str(path), hbm=hbm)
+
+    assert found.fits and found.rehearsal.uses  # it pages
+    assert tier(found, "HBM").peak_bytes + tier(found, "HOST").peak_bytes <= 2_300_000
+    budgets = [tier(found, name).budget_bytes for name in ("HBM", "HOST")]
+    assert sum(budgets) == 2_300_000
 
 
 def test_activations_that_a_card_does_not_hold_are_computed_again_and_states_stay() -> None:

@@ -691,6 +691,7 @@ def test_fragments_are_those_of_the_device(monkeypatch: pytest.MonkeyPatch) -> N
     counts = {"all": {"current": 70, "peak": 90}}
     nested = {"allocated_bytes": counts, "reserved_bytes": {"all": {"current": 125}}}
     monkeypatch.setattr(cuda, "memory_snapshot", snapshot)
+    monkeypatch.setattr(cuda, "get_allocator_backend", lambda: "native")
     monkeypatch.setattr(cuda, "mem_get_info", lambda place: (500, 1000))
     monkeypatch.setattr(cuda, "memory_stats", lambda place: {"num_alloc_retries": 2})
     monkeypatch.setattr(cuda, "memory_stats_as_nested_dict", lambda place: nested)
@@ -699,6 +700,8 @@ def test_fragments_are_those_of_the_device(monkeypatch: pytest.MonkeyPatch) -> N
     assert found == process.Fragments(1000, 500, 125, 70, 30, 2, 2, 2, False)
     assert found.unused_bytes == 55
     assert process.fragments(torch.device("cpu")) is None
+    monkeypatch.setattr(cuda, "get_allocator_backend", lambda: "cudaMallocAsync")
+    assert process.fragments(torch.device("cuda", 0)) is None
 
 
 def test_the_page_says_how_memory_is_cut(

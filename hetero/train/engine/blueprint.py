@@ -77,6 +77,14 @@ class Blueprint:
         """Frames that a unit's access pins."""
         return sum(self.layout.buckets[b].granules for b in self.needs[unit])
 
+    def frames_of_units(self) -> tuple[dict[int, int], ...]:
+        """Return the bytes of frames of each unit's buckets; none of shares, which are gathered in
+        frames wherever their homes are."""
+        buckets = self.layout.buckets
+        return (
+            () if self.is_shared else tuple({b: buckets[b].n_bytes for b in u} for u in self.needs)
+        )
+
     @property
     def widest_name(self) -> str:
         return self.units[self.widest].name or "model"

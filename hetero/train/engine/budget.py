@@ -67,13 +67,16 @@ class Budget:
         self.divisible = Hbm(
             *(self.hbm or 0, self.buffer_bytes, plan.least_bytes, plan.granule_bytes),
             useful_frames=useful + plan.least_bytes // plan.granule_bytes,
+            units=plan.frames_of_units(),
         )
 
     def fix(self, on_hbm: tuple[BucketHomes, ...]) -> None:
         """Give homes that HOST does not hold a place on HBM; the rest of it is divided."""
         self.on_hbm = on_hbm
         rest = self.divisible.total_bytes - total_bytes(on_hbm)
-        self.divisible = replace(self.divisible, total_bytes=rest)
+        there = {homes.bucket for homes in on_hbm}
+        units = tuple({b: n for b, n in u.items() if b not in there} for u in self.divisible.units)
+        self.divisible = replace(self.divisible, total_bytes=rest, units=units)
 
     def without_sums(self) -> None:
         """Give up the room for sums over ranks: others read homes where they lie, in RAM."""

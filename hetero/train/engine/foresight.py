@@ -10,7 +10,6 @@ than those seen, and after a lack of room.
 from __future__ import annotations
 
 import functools
-import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -30,9 +29,10 @@ from hetero.train.activations.saved import SavedTensors
 from hetero.train.engine.budget import paging_bytes
 from hetero.train.engine.dividing import forecast_of
 from hetero.train.engine.fitting import MARGIN, PATIENCE
+from hetero.train.engine.forward_room import ForwardRoom
 from hetero.train.engine.setup import Setup
 from hetero.train.model.graph import leaves_of
-from hetero.types import Tier, format_bytes, noop
+from hetero.types import format_bytes, noop
 
 QUIET = 2  # steps in a row in which no unit gave way, until the watch ends
 UNSEEN = 1 / 2  # of the room, in the first forward, for what never ran: a head, a loss, backward
@@ -64,7 +64,7 @@ class Foresight:
         self._setup = setup
         self._activations = activations
         self._saved = saved
-        self._counted = counted
+        self._room = ForwardRoom(setup, counted)
         self._forecast = forecast_of(setup, saved.footprint, activations, device=None)
         self._keeps = dict.fromkeys(activations.policies, KEEP)
         self._params = {id(param) for param in setup.params}
@@ -75,11 +75,6 @@ class Foresight:
         self._in_vain = 0  # steps in a row that tried for proofs, and made none
         self._seen_bytes = 0  # inputs of the largest forward that fitted
         self._input_bytes = 0  # and of this step's largest
-        self._foreign_bytes = 0  # on the device at `prepare`, of others
-        self._limit_bytes = 0  # of all that is on the device, in this step
-        self._base_bytes = 0  # on the device when this forward began
-        self._first_bytes: int | None = None  # and when the step's first one began
-        self._standing_bytes = 0  # by how much these differ at a step's last forward
         self._beside_bytes = 0  # on top of what units leave, at the peaks of this step
         self._withheld = 0.0  # share of the room that is left free, after lacks of it
         self._retreats = False  # whether all units give way, after one
@@ -90,8 +85,7 @@ class Foresight:
     def attach(self) -> None:
         """Follow the model's forwards and backwards."""
         setup = self._setup
-        self._foreign_bytes = max(0, self._counted.now_bytes() - setup.ledger.used(Tier.HBM))
-        self._standing_bytes = sum(setup.blueprint.grad_sizes)  # until it is measured
+        self._room.attach()
         setup.hooks.guard_memory(setup.model, self)
         _following.add(self)
         self._unguard = finalizer = weakref.finalize(self, install(GUARDS))
@@ -142,17 +136,15 @@ class Foresight:
 
     def begin(self) -> None:
         """A watched forward begins, on top of what earlier ones of the step left."""
-        now, anew = self._counted.now_bytes(), self._first_bytes is None
-        if self._first_bytes is None:
-            self._first_bytes, self._limit_bytes = now, self._limit(now)
+        anew = not self._room.is_open
+        if anew:
             self._activations.tries = self._may_try and self._gave_way > 0
             self._gave_way = 0
         else:
             self._measure()
-        self._base_bytes = now
+        self._room.begin()
         self._look()
         self._forecast.begin(anew=anew and self._retreats)
-        self._counted.restart()
 
     @contextmanager
     def around(self, unit: int, args: Any, kwargs: Any) -> Iterator[None]:
@@ -185,36 +177,14 @@ class Foresight:
 
     def _look(self) -> None:
         """Take all bytes that came since the forward began for bytes that graphs hold."""
-        self._saved.footprint.live_bytes = max(0, self._counted.now_bytes() - self._base_bytes)
+        self._saved.footprint.live_bytes = self._room.taken_bytes
 
     # -- room ------------------------------------------------------------------------------------
-
-    def _limit(self, now_bytes: int) -> int:
-        """Return the most bytes that there may be on the device: what others take of it is theirs,
-        unless `hbm=` is needed for it."""
-        setup, most = self._setup, self._counted.most_bytes()
-        if setup.config.hbm is None:
-            return most
-        ours = setup.ledger.used(Tier.HBM)
-        if setup.steps:  # torch's states came with the first step
-            grads = sum(setup.blueprint.grad_sizes)
-            ours = setup.blueprint.home_bytes - grads + setup.budget.buffer_bytes
-        later = max(0, now_bytes - self._foreign_bytes - ours)
-        return min(
-            most, setup.config.hbm + self._foreign_bytes + min(later, setup.budget.slack_bytes)
-        )
-
-    @property
-    def _room_bytes(self) -> int:
-        """Bytes that this forward, and backward, may take on top of what was there before."""
-        first = self._base_bytes if self._first_bytes is None else self._first_bytes
-        to_come = max(0, first + self._standing_bytes - self._base_bytes)
-        return max(0, self._limit_bytes - self._base_bytes - to_come)
 
     def _fits(self, unit: int, inputs: Sequence[torch.Tensor]) -> bool:
         """Whether there is room for a unit to keep its activations, if all after it do so."""
         forecast, held = self._forecast, self._saved.footprint.live_bytes
-        room = (1 - MARGIN - self._withheld) * self._room_bytes
+        room = (1 - MARGIN - self._withheld) * self._room.n_bytes
         if self._activations.is_open(unit):
             room -= DIGEST_BYTES
         if unit not in forecast.rows:
@@ -247,11 +217,11 @@ class Foresight:
     def step_made(self) -> None:
         """A step is made: the watch ends if no unit gave way for some."""
         activations = self._activations
-        if self._end is None or self._first_bytes is None:
+        if self._end is None or not self._room.is_open:
             return
         self._measure()
-        self._standing_bytes = self._base_bytes - self._first_bytes
-        self._beside_bytes, self._first_bytes = 0, None
+        self._room.end()
+        self._beside_bytes = 0
         if activations.tries:
             self._in_vain = 0 if activations.learned else self._in_vain + 1
         activations.learned = False
@@ -268,8 +238,7 @@ class Foresight:
         """Note the peak of a forward, and of what came after it, on top of what units left."""
         forecast, activations = self._forecast, self._activations
         policies = {unit: activations.used(unit) for unit in activations.policies}
-        peak = self._counted.peak_bytes() - self._base_bytes
-        forecast.close(peak, 0, policies, overlaps=False)
+        forecast.close(self._room.peak_bytes, 0, policies, overlaps=False)
         self._beside_bytes = max(self._beside_bytes, forecast.beside_bytes)
         forecast.beside_bytes = self._beside_bytes
         self._saved.footprint.restart()
@@ -284,13 +253,13 @@ class Foresight:
         """Return the error for a forward, or a backward, that found no room; watch what follows."""
         setup, where = self._setup, where or self._where
         states = setup.blueprint.home_bytes + setup.budget.buffer_bytes
-        there = min(self._counted.most_bytes(), setup.config.hbm or sys.maxsize)
-        taken = max(0, self._counted.now_bytes() - self._base_bytes)
-        needed = max(there, states + taken) + 1
+        there = self._room.most_bytes
+        needed = max(there, states + self._room.taken_bytes) + 1
         if self._activations.may_change and torch.is_grad_enabled():
             self._withheld = min(UNSEEN, self._withheld + RETREAT)
             self._retreats = True
-            self._first_bytes, self._where = None, ""
+            self._room.forget()
+            self._where = ""
             self._watch()
         return OutOfMemory(
             f"activations take more{where} than the {format_bytes(max(0, there - states))} that"

@@ -166,9 +166,11 @@ class Passing:
 
 def passing_buckets(setup: Setup) -> list[Bucket]:
     """Return the buckets whose updates may pass: by formulas, of homes that this rank alone keeps,
-    none on disk."""
+    none on disk. Where HBM is RAM none gains by it: a copy reads and writes what the CPU's update
+    waits for."""
     device, budget = setup.device, setup.budget
-    alone = setup.comm.size == 1 and not device.same_ram and not budget.spills
+    apart = not (device.same_ram or (device.is_cuda and device.shares_ram))
+    alone = setup.comm.size == 1 and apart and not budget.spills
     asked = device.is_cuda if setup.tuning.passing is None else setup.tuning.passing > 0
     if not (alone and asked) or setup.inner is None or budget.hbm is None:
         return []

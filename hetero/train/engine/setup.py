@@ -127,7 +127,7 @@ class Setup:
 
     def ram(self) -> int:
         """Return the bytes of RAM that may still be taken."""
-        return free_ram(self.device, self.comm)
+        return free_ram(self.device, self.comm, self.budget)
 
     def count(self) -> None:
         """A step is made; what it moved, the residence notes if it moves anything."""
@@ -282,16 +282,23 @@ def make_offload(
         ledger,
         least_bytes=chunk_bytes,
         pool=store.pool,
-        ram=partial(free_ram, device, comm),
+        ram=partial(free_ram, device, comm, budget),
         reserved=unclaimed(budget, ledger, store),
         counts_on=required,
     )
     return Offload(parcels, device, required=required, min_bytes=least)
 
 
-def free_ram(device: Device, comm: Comm) -> int:
-    """Return the bytes of RAM that this rank may still take while all of its machine do so."""
-    return device.host_limit().n_bytes // comm.n_local
+def free_ram(device: Device, comm: Comm, budget: Budget) -> int:
+    """Return the bytes of RAM that this rank may still take while all of its machine do so.
+
+    Where a CUDA device's memory is RAM, what its budget has and torch's allocator has not taken yet
+    is the device's.
+    """
+    free, hbm = device.host_limit().n_bytes // comm.n_local, 0
+    if device.is_cuda and device.shares_ram:
+        hbm = max(0, (budget.hbm or 0) - device.memory.reserved_bytes())
+    return max(0, free - hbm)
 
 
 def unclaimed(budget: Budget, ledger: Ledger, store: HomeStore) -> Callable[[Tier], int]:

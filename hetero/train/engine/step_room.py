@@ -57,16 +57,19 @@ class StepRoom:
     @contextmanager
     def kept(self, groups: Sequence[Group], states: States) -> Iterator[None]:
         """Make a step inside; OutOfMemory if the device has no room for it ([Note: kept step])."""
+        self.torn = ""
         params = self._stepped(groups)
         kind = self._kind(groups, params, states)
-        self._lists = any(group.get("foreach", False) is not False for group in groups)
+        self._lists = any(
+            group.get("foreach", False) is not False and not group.get("fused") for group in groups
+        )
         takes = self._takes.get(kind)
         before: Before | Versions = UNSEEN
         if takes is None:
             before = self._before(groups, params, states)
             self._counted.restart()
             began = self._counted.now_bytes()
-        elif self._free_bytes() < SHORT * takes:
+        elif self._is_short_of(SHORT * takes):
             self._ask_for(takes, params)
             before = self._versions(params, states)
         try:
@@ -95,6 +98,11 @@ class StepRoom:
         fresh = sum(1 for param in params if not states.get(param))
         n_bytes = sum(param.nbytes for param in params)
         return tuple(map(kinds_of, groups)), len(params), n_bytes, fresh
+
+    def _is_short_of(self, n_bytes: int) -> bool:
+        """Whether less is free; the driver is asked only if the allocator's own blocks are less."""
+        kept = self._setup.device.memory.reserved_bytes() - self._counted.now_bytes()
+        return kept < n_bytes and self._free_bytes() < n_bytes
 
     def _free_bytes(self) -> int:
         return self._counted.most_bytes() - self._counted.now_bytes()
@@ -245,6 +253,10 @@ class Versions(NamedTuple):
 UNSEEN = Versions(None, {})
 NO_ROOM = "a step found no room on the device, and had perhaps changed some weights"
 UNTOUCHED = "weights and states are those of the last step"
+LOST = (
+    "some weights may be of this step and others of the last one: build the model and the optimizer"
+    " anew, and load the last checkpoint"
+)
 TORN = (
     "some weights may be of this step and others of the last one, so that the model must not be"
     " used before a checkpoint is loaded"

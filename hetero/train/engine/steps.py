@@ -21,8 +21,8 @@ from hetero.train.engine.paged import Paged
 from hetero.train.engine.resident import Mastered, Resident
 from hetero.train.engine.setup import Setup
 from hetero.train.engine.step_room import (
+    LOST,
     NO_ROOM,
-    TORN,
     UNTOUCHED,
     NoStepRoom,
     StepRoom,
@@ -159,7 +159,7 @@ class HomeSteps(NoSteps):
                 raise
             if self._begun:
                 self.torn = NO_ROOM
-            raise no_room(self.setup, found, TORN if self._begun else UNTOUCHED) from error
+            raise no_room(self.setup, found, LOST if self._begun else UNTOUCHED) from error
 
     def _make(self, optimizer: Optimizer, clip: Clip) -> Division | None:
         residence, stepper = self.residence, self.stepper

@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 from hetero.memory.layout import Layout
 from hetero.plan.activations import Policy
-from hetero.plan.division import WIDEST
 from hetero.plan.placement import BucketHomes, hold
 from hetero.plan.weighing import (
     SPARE,
@@ -98,21 +97,22 @@ class Tradeoff:
         self._weighed = True
         traffic = self._traffic(homes, pace)
         uses = [self._forecast.use(unit) for unit in units]
-        most = self._room.hbm.most_bytes - self._room.ring.useful_bytes
-        most -= WIDEST * self._room.hbm.least_bytes
+        hbm = self._room.hbm
+        most = hbm.most_bytes - self._room.ring.useful_bytes
         if self._share is not None:
-            return int(self._share * most)
+            return int(self._share * (most - hbm.streaming_bytes()))
         found: list[Weighed] = []
         for held_bytes in steps([each.n_bytes for each in homes]):
-            policies = option(most - held_bytes) if most > held_bytes else None
+            held = hold(homes, held_bytes)
+            left = most - hbm.streaming_bytes(held) - held_bytes
+            policies = option(left) if left > 0 else None
             if policies is not None:
                 stages = [
                     UnitStep(use, policy, self._needs[unit])
                     for unit, use, policy in zip(units, uses, policies, strict=True)
                 ]
-                held = hold(homes, held_bytes)
                 seconds = step_seconds(stages, traffic, held, self._copies, early=self._early)
-                found.append(Weighed(seconds, most - held_bytes, policies, stages, held))
+                found.append(Weighed(seconds, left, policies, stages, held))
         if not found:
             return None
         # with as many homes as fit with the policies that cost least, whatever homes do
