@@ -21,6 +21,7 @@ from tests.ranks.tensor_models import (
     difference,
     differing,
     found_in,
+    loss_of,
     mesh_of,
     tiny_llama,
     weights_of,
@@ -106,7 +107,7 @@ class Adapted(nn.Module):
         return out
 
 
-def adapted() -> tuple[nn.Module, torch.optim.Optimizer]:
+def adapted(dp: int = 1) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Return a model cut in columns and in rows; an adapter's half next to the cut is, too."""
     torch.manual_seed(0)
     model = LM()
@@ -117,7 +118,7 @@ def adapted() -> tuple[nn.Module, torch.optim.Optimizer]:
         plan |= {f"{at}.up.base": ColwiseParallel(), f"{at}.up.b": ColwiseParallel()}
         plan |= {f"{at}.down.base": RowwiseParallel(), f"{at}.down.a": RowwiseParallel()}
     model.embed.requires_grad_(False)
-    parallelize_module(model, mesh_of(TensorRun()), plan)
+    parallelize_module(model, mesh_of(TensorRun(dp=dp)), plan)
     trained = [param for param in model.parameters() if param.requires_grad]
     return model, torch.optim.AdamW(trained, lr=1e-2)
 
@@ -136,5 +137,32 @@ def compared_own(rank: int, frozen: str) -> tuple[list[str], int]:
 @pytest.mark.parametrize("frozen", ["keep", "int8"])
 def test_adapters_in_rows_and_columns_train_as_in_torch(frozen: str) -> None:
     for odd, evictions in run_ranks(2, compared_own, frozen):
+        assert not odd
+        assert evictions >= 3
+
+
+def compared_shares(rank: int, frozen: str) -> tuple[list[str], int]:
+    """Ranks 0 and 1 have one tensor, 2 and 3 another batch; a share of everything is on each."""
+    run = TensorRun(dp=2)
+    model, plain = adapted(run.dp)
+    given = {**TIGHT, "hbm": 34_000, "frozen": frozen, "mesh": {"dp_shard": 2, "tp": 2}}
+    model, optimizer = hetero.prepare(model, plain, **given)
+    twin, its_own = adapted(run.dp)
+    twin.load_state_dict(model.state_dict())
+    found = train_lm(model, optimizer, run, dp=rank // 2)
+    for step in range(run.steps):
+        for dp in range(run.dp):
+            (loss_of(twin, run, step, dp) * (1 / run.dp)).backward()
+        its_own.step()
+        its_own.zero_grad()
+    expected = found_in(twin, its_own)
+    expected.losses = found.losses
+    return difference(found, expected), hetero.status(model).evictions
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("frozen", ["keep", "int8", "nf4"])
+def test_adapters_with_shares_of_parts_train_as_micro_batches(frozen: str) -> None:
+    for odd, evictions in run_ranks(4, compared_shares, frozen):
         assert not odd
         assert evictions >= 3

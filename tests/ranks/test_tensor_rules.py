@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
 import hetero
 from hetero import ConfigError
@@ -176,6 +177,28 @@ def test_norms_are_of_whole_tensors_however_ranks_divide_them(style: str, optimi
     for found in run_ranks(2, plain_parts, style, optimizer):
         for name, value in expected.weights.items():
             assert torch.allclose(found.weights[name], value, atol=1e-5, rtol=1e-4), name
+
+
+def pending_and_summed(rank: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Step weights whose gradients are addends of two ranks, and plain ones by the sums."""
+    mesh = init_device_mesh("cpu", (2,))
+    source = torch.Generator().manual_seed(0)
+    found = []
+    for _ in range(8):
+        value, *addends = torch.randn(3, 64, generator=source)
+        parted = nn.Parameter(DTensor.from_local(value.clone(), mesh, [Replicate()]))
+        parted.grad = DTensor.from_local(addends[rank].clone(), mesh, [Partial()])
+        plain = nn.Parameter(value.clone())
+        plain.grad = addends[0] + addends[1]
+        for param in (parted, plain):
+            WHOLE["lars"]([param]).step()
+        found.append((parted.detach().to_local(), plain.detach()))
+    return found
+
+
+def test_a_gradient_of_which_ranks_have_addends_is_summed_before_it_is_used() -> None:
+    for pairs in run_ranks(2, pending_and_summed):
+        assert all(torch.equal(one, other) for one, other in pairs)
 
 
 # -- bad input -------------------------------------------------------------------------------------

@@ -184,6 +184,13 @@ def test_what_stages_cannot_have_is_refused_on_all_ranks(
         assert advice in each.error.advice
 
 
+def test_stages_with_parts_of_sequences_are_refused_on_all_ranks(tmp_path: Path) -> None:
+    for each in outcomes(4, by_rank, tmp_path / "ranks", {"mesh": "pp=2,cp=2"}):
+        assert isinstance(each.error, ConfigError), each.text
+        assert "hetero train knows no parts of sequences" in str(each.error)
+        assert "docs/context-parallel.md" in each.error.advice
+
+
 def in_fp16(rank: int, folder: Path) -> None:
     given = options(folder)
     settings = {**given.settings, "mesh": {"pp": 2}, "precision": "fp16"}

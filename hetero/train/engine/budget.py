@@ -84,6 +84,11 @@ class Budget:
         self.sums = NO_SUMS
         self.divisible = replace(self.divisible, buffer_bytes=self.buffer_bytes)
 
+    def lower_to(self, hbm: int) -> None:
+        """Use no more HBM than a rank that has less: frames decide in which order all gather."""
+        self.hbm = hbm
+        self.divisible = replace(self.divisible, total_bytes=hbm)
+
     @property
     def activation_bytes(self) -> int:
         """Of HBM, for activations and gradients on their way down; 0 before they were measured."""
@@ -153,6 +158,10 @@ class Budget:
         return whole <= (self.hbm or 0)
 
 
+STAYS, PAGES = b"stays", b"pages"
+"""What the ranks of a tensor tell each other of their parameters."""
+
+
 class Memory(NamedTuple):
     """Bytes that a run may use; ``hbm`` is None on a CPU that nothing limits."""
 
@@ -184,10 +193,7 @@ def decide(
         sums = workspace_for(risen, config.sum_group)
     buffers = sum(map(bytes_of, tensors)) + plan.workspace_bytes(is_cuda=device.is_cuda)
     buffers += sums.n_bytes
-    memory = available(model, config, device, plan, buffers, comm.n_local)
-    rows = comm.agree(str(memory.host).encode(), "bytes of RAM")
-    memory = memory._replace(host=min(map(int, rows)))
-    stays = stays_resident(plan, memory.hbm, is_cuda=device.is_cuda)
+    memory, stays = agreed_memory(model, config, device, plan, buffers, comm)
     slack = max(0, (free_hbm(model, device) or 0) - (memory.hbm or 0))
     budget = Budget(plan, memory.hbm, buffers, stays=stays, slack_bytes=slack, sums=sums)
     way = bool(config.nvme) and config.activations == "offload"
@@ -213,6 +219,32 @@ def decide(
     return budget
 
 
+def agreed_memory(
+    model: nn.Module,
+    config: Config,
+    device: Device,
+    plan: Blueprint,
+    buffer_bytes: int,
+    comm: Comm,
+) -> tuple[Memory, bool]:
+    """Return the bytes of HBM and of RAM, and whether the parameters stay where they compute.
+
+    Those of one rank of a tensor stay if all ranks' do: a page's gradient is brought to its place
+    when it arrives, another one's when the optimizer steps, and ranks do that together.
+    """
+    memory = available(model, config, device, plan, buffer_bytes, comm.n_local)
+    stays = stays_resident(plan, memory.hbm, is_cuda=device.is_cuda)
+    if not plan.is_shared:
+        told = comm.everyone.agree(STAYS if stays else PAGES, "whether parameters stay")
+        if stays and PAGES in told:
+            memory = available(
+                *(model, config, device, plan, buffer_bytes, comm.n_local), pages=True
+            )
+            stays = False
+    rows = comm.agree(str(memory.host).encode(), "bytes of RAM")
+    return memory._replace(host=min(map(int, rows))), stays
+
+
 def available(
     model: nn.Module,
     config: Config,
@@ -220,13 +252,17 @@ def available(
     plan: Blueprint,
     buffer_bytes: int,
     n_local: int = 1,
+    *,
+    pages: bool = False,
 ) -> Memory:
-    """Return the bytes of HBM and of RAM: as configured, else as measured."""
+    """Return the bytes of HBM and of RAM: as configured, else as measured.
+
+    ``pages``: whether parameters are paged however much there is.
+    """
     hbm = hbm_bytes(model, config, device)
     host = host_bytes(model, config, device.host_limit(), n_local)
-    if hbm is None and (
-        plan.is_coded or plan.is_shared or (config.nvme and plan.home_bytes > host)
-    ):
+    pages = pages or plan.is_coded or plan.is_shared
+    if hbm is None and (pages or (config.nvme and plan.home_bytes > host)):
         # the CPU cannot compute on these homes as they lie: set frames aside in its RAM
         hbm = max(host // CPU_FRAMES, 2 * plan.least_bytes + buffer_bytes)
         return Memory(hbm, max(0, host - hbm))
@@ -235,7 +271,7 @@ def available(
     # one RAM: each of its bytes is counted once
     ram = ram_bytes(model, device.host_limit(), n_local)
     if config.hbm is None and (
-        config.host is not None or not stays_resident(plan, hbm, is_cuda=device.is_cuda)
+        config.host is not None or pages or not stays_resident(plan, hbm, is_cuda=device.is_cuda)
     ):
         homes = plan.home_bytes + passing_bytes(plan) if config.host is None else host
         left, least = ram - homes, 2 * plan.least_bytes + buffer_bytes

@@ -118,11 +118,16 @@ class HbmDivision:
         return None if stepper is None else stepper.pace.seconds_per_numel
 
     @property
-    def _may_stay(self) -> bool:
-        """Whether a model that fits the device is to stay there and compute on its homes."""
+    def is_asked(self) -> bool:
+        """Whether a model that fits the device may stay there, if nothing of it is on disk, and
+        compute on its homes: alike on all ranks of a tensor."""
         setup = self._setup
         kept = setup.device.is_cuda or setup.blueprint.is_coded or setup.blueprint.is_shared
-        return self._trains and not kept and not setup.budget.spills
+        return self._trains and not kept
+
+    @property
+    def _may_stay(self) -> bool:
+        return self.is_asked and not self._setup.budget.spills
 
     # -- at a border -----------------------------------------------------------------------------
 

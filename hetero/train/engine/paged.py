@@ -33,6 +33,7 @@ from hetero.train.access.step_events import StepEvents
 from hetero.train.engine.alike import gradients_of, settings_of
 from hetero.train.engine.backward_updates import BackwardUpdates
 from hetero.train.engine.broken import Broken
+from hetero.train.engine.budget import PAGES, STAYS
 from hetero.train.engine.dividing import HbmDivision
 from hetero.train.engine.fitting import Fitting
 from hetero.train.engine.handover import kept
@@ -234,10 +235,16 @@ class Paged:
         if not self.activations.offloads:
             setup.offload.shrink()
         fits = self.hbm.fits_whole(division)
-        if fits and not self.manager.arena.held:  # else the next border tries again
+        stays = fits and not self.manager.arena.held  # else the next border tries again
+        if stays:
             self.hbm.rehoming.lower(())
-            if not setup.store.places.on_hbm:
+            stays = not setup.store.places.on_hbm
+        if self.hbm.is_asked:  # the ranks of a tensor stay together
+            row = STAYS if stays else PAGES
+            told = setup.comm.everyone.agree(row, "whether parameters stay")
+            if PAGES not in told:
                 return True
+            fits = fits and not stays
         if not fits:
             self.hbm.apply(division)
         self.hbm.begin()

@@ -191,6 +191,9 @@ def set_up(
     comm = nearest(comm, budget, blueprint)
     if comm.node is not None:
         budget.without_sums()
+    if comm.size > 1 and comm.node is None:
+        told = comm.agree(str(budget.hbm).encode(), "bytes of HBM")
+        budget.lower_to(min(map(int, told)))
     check_device(device, comm)
     comm.open_gathers(device)
     budgets = {Tier.HBM: budget.hbm, Tier.HOST: config.host, Tier.NVME: config.nvme_bytes}
