@@ -290,6 +290,8 @@ class PipelinePlaces(NamedTuple):
 
     steps: tuple[Place, ...]
     """A schedule's step."""
+    trials: tuple[Place, ...]
+    """Where a schedule lets its stages compute once, before its first step, to learn shapes."""
     makers: tuple[Place, ...]
     """Of schedules that refuse some numbers of micro-batches."""
     wait: Place
@@ -300,11 +302,17 @@ def pipeline_places() -> PipelinePlaces:
     """Return the places of torch's pipeline schedules. Programs that have none do not pay for the
     import, which takes seconds."""
     module = "torch.distributed.pipelining.schedules"
-    kinds = (find(module, name) for name in ("PipelineScheduleSingle", "PipelineScheduleMulti"))
+    kinds = [find(module, name) for name in ("PipelineScheduleSingle", "PipelineScheduleMulti")]
+    trials = zip(kinds, ("_initialize_stage", "_initialize_stages"), strict=True)
     find(module, "_wait_batch_p2p")
     wait = Place(import_module(module), "_wait_batch_p2p")
     makers = (Place(find(module, name), "__init__") for name in PARTICULAR)
-    return PipelinePlaces(tuple(Place(kind, "step") for kind in kinds), tuple(makers), wait)
+    return PipelinePlaces(
+        steps=tuple(Place(kind, "step") for kind in kinds),
+        trials=tuple(Place(kind, name) for kind, name in trials if hasattr(kind, name)),
+        makers=tuple(makers),
+        wait=wait,
+    )
 
 
 PARTICULAR = (
@@ -317,6 +325,21 @@ def stages_of(schedule: Any) -> list[Any]:
     """Return the stages of a pipeline schedule on this rank."""
     found = vars(schedule).get("_stages") or [vars(schedule).get("_stage")]
     return [stage for stage in found if stage is not None]
+
+
+def passes_of(schedule: Any) -> list[tuple[Any, str]]:
+    """Return the stage and the kind of each pass in a step of this rank, in order: F, a forward; B,
+    a backward; I and W, the halves of one, for inputs and for weights. Empty if the schedule does
+    not tell."""
+    stages = {stage.stage_index: stage for stage in stages_of(schedule)}
+    orders = vars(schedule).get("pipeline_order") or {}
+    found: list[tuple[Any, str]] = []
+    for rank in {stage.group_rank for stage in stages.values()}:
+        for action in filter(None, orders.get(rank, ())):
+            for each in getattr(action, "sub_actions", None) or (action,):
+                if each.computation_type.value in ("F", "B", "I", "W"):
+                    found.append((stages[each.stage_index], each.computation_type.value))
+    return found
 
 
 class RingTemplates(NamedTuple):
