@@ -327,19 +327,38 @@ def stages_of(schedule: Any) -> list[Any]:
     return [stage for stage in found if stage is not None]
 
 
-def passes_of(schedule: Any) -> list[tuple[Any, str]]:
-    """Return the stage and the kind of each pass in a step of this rank, in order: F, a forward; B,
-    a backward; I and W, the halves of one, for inputs and for weights. Empty if the schedule does
-    not tell."""
-    stages = {stage.stage_index: stage for stage in stages_of(schedule)}
+class StagePass(NamedTuple):
+    """A pass of a micro-batch through a stage, by its index."""
+
+    kind: str
+    """F, a forward; B, a backward; I and W, the halves of one, for inputs and for weights."""
+    stage: int
+    batch: int
+
+
+def passes_of(schedule: Any, rank: int) -> list[StagePass]:
+    """Return the passes of a rank's step, in order; empty if the schedule does not tell."""
     orders = vars(schedule).get("pipeline_order") or {}
-    found: list[tuple[Any, str]] = []
-    for rank in {stage.group_rank for stage in stages.values()}:
-        for action in filter(None, orders.get(rank, ())):
-            for each in getattr(action, "sub_actions", None) or (action,):
-                if each.computation_type.value in ("F", "B", "I", "W"):
-                    found.append((stages[each.stage_index], each.computation_type.value))
-    return found
+    actions = (each for action in filter(None, orders.get(rank, ())) for each in _parts(action))
+    found = (
+        StagePass(a.computation_type.value, a.stage_index, a.microbatch_index) for a in actions
+    )
+    return [each for each in found if each.kind in ("F", "B", "I", "W")]
+
+
+def leave_forwards(schedule: Any) -> None:
+    """Take all but the forwards, and what they send, out of a schedule of several stages a rank:
+    torch's would take gradients from stages that make none in an evaluation."""
+    orders = vars(schedule).get("pipeline_order_with_comms")
+    for rank, actions in (orders or {}).items():
+        flat = (each for action in actions for each in _parts(action))
+        kept = [a for a in flat if a.computation_type.value in ("F", "SEND_F", "RECV_F")]
+        orders[rank] = kept
+
+
+def _parts(action: Any) -> Any:
+    """Return the actions of one that overlaps some, or it alone."""
+    return getattr(action, "sub_actions", None) or (action,)
 
 
 class RingTemplates(NamedTuple):

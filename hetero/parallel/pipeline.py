@@ -255,8 +255,10 @@ def is_prepared(stage: Any) -> bool:
 
 def visits_of(schedule: Any) -> Iterator[Visit]:
     """Yield the passes of a schedule's step through its stages, as torch's makes them."""
-    for stage, kind in passes_of(schedule):
-        module, is_first = stage.submod, stage.is_first
+    stages = {stage.stage_index: stage for stage in stages_of(schedule)}
+    rank = next(iter(stages.values())).group_rank
+    for kind, index, _ in passes_of(schedule, rank):
+        module, is_first = stages[index].submod, stages[index].is_first
         if kind == "F":
             yield Visit(module, Phase.FORWARD)
         elif kind == "B" or (kind == "W" and is_first):  # which has no half for inputs
