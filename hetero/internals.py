@@ -309,6 +309,8 @@ class PipelinePlaces(NamedTuple):
 
     steps: tuple[Place, ...]
     """A schedule's step."""
+    trials: tuple[Place, ...]
+    """Where a schedule lets its stages compute once, before its first step, to learn shapes."""
     makers: tuple[Place, ...]
     """Of schedules that refuse some numbers of micro-batches."""
     wait: Place
@@ -319,11 +321,17 @@ def pipeline_places() -> PipelinePlaces:
     """Return the places of torch's pipeline schedules. Programs that have none do not pay for the
     import, which takes seconds."""
     module = "torch.distributed.pipelining.schedules"
-    kinds = (find(module, name) for name in ("PipelineScheduleSingle", "PipelineScheduleMulti"))
+    kinds = [find(module, name) for name in ("PipelineScheduleSingle", "PipelineScheduleMulti")]
+    trials = zip(kinds, ("_initialize_stage", "_initialize_stages"), strict=True)
     find(module, "_wait_batch_p2p")
     wait = Place(import_module(module), "_wait_batch_p2p")
     makers = (Place(find(module, name), "__init__") for name in PARTICULAR)
-    return PipelinePlaces(tuple(Place(kind, "step") for kind in kinds), tuple(makers), wait)
+    return PipelinePlaces(
+        steps=tuple(Place(kind, "step") for kind in kinds),
+        trials=tuple(Place(kind, name) for kind, name in trials if hasattr(kind, name)),
+        makers=tuple(makers),
+        wait=wait,
+    )
 
 
 PARTICULAR = (
@@ -336,6 +344,40 @@ def stages_of(schedule: Any) -> list[Any]:
     """Return the stages of a pipeline schedule on this rank."""
     found = vars(schedule).get("_stages") or [vars(schedule).get("_stage")]
     return [stage for stage in found if stage is not None]
+
+
+class StagePass(NamedTuple):
+    """A pass of a micro-batch through a stage, by its index."""
+
+    kind: str
+    """F, a forward; B, a backward; I and W, the halves of one, for inputs and for weights."""
+    stage: int
+    batch: int
+
+
+def passes_of(schedule: Any, rank: int) -> list[StagePass]:
+    """Return the passes of a rank's step, in order; empty if the schedule does not tell."""
+    orders = vars(schedule).get("pipeline_order") or {}
+    actions = (each for action in filter(None, orders.get(rank, ())) for each in _parts(action))
+    found = (
+        StagePass(a.computation_type.value, a.stage_index, a.microbatch_index) for a in actions
+    )
+    return [each for each in found if each.kind in ("F", "B", "I", "W")]
+
+
+def leave_forwards(schedule: Any) -> None:
+    """Take all but the forwards, and what they send, out of a schedule of several stages a rank:
+    torch's would take gradients from stages that make none in an evaluation."""
+    orders = vars(schedule).get("pipeline_order_with_comms")
+    for rank, actions in (orders or {}).items():
+        flat = (each for action in actions for each in _parts(action))
+        kept = [a for a in flat if a.computation_type.value in ("F", "SEND_F", "RECV_F")]
+        orders[rank] = kept
+
+
+def _parts(action: Any) -> Any:
+    """Return the actions of one that overlaps some, or it alone."""
+    return getattr(action, "sub_actions", None) or (action,)
 
 
 class RingTemplates(NamedTuple):

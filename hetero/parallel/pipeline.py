@@ -23,17 +23,19 @@ from torch import nn
 
 from hetero.device.comm import Company
 from hetero.errors import ConfigError, HeteroError, StateError
-from hetero.internals import Replacement, install, pipeline_places, stages_of
+from hetero.internals import Replacement, install, passes_of, pipeline_places, stages_of
 from hetero.parallel.gloo import Talks
 from hetero.parallel.mesh import STAGES, sizes_of, world_size
 from hetero.parallel.norms import StageNorms
 from hetero.parallel.splitting import refused
 from hetero.parallel.splitting import split as split
 from hetero.parallel.ties import check_told, told
+from hetero.train.access.expected import Visit
 from hetero.train.access.hooks import after_next_forward
 from hetero.train.gradients.clip import OWN_NORMS, Norms
 from hetero.train.model.parts import Parts
-from hetero.train.model.units import PART
+from hetero.train.model.units import MARK, PART
+from hetero.types import Phase
 
 STAGE = "what another stage sends"
 TOGETHER = (
@@ -70,6 +72,7 @@ class Pipeline:
         self._talks = Talks([range(dist.get_world_size())], timeout_seconds)
         self._news, self._waits = self._talks.news, self._talks.waits
         self._seen: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._expected: weakref.WeakSet[Any] = weakref.WeakSet()
         self._aside: Aside | None = None
         self.polls = True
         """Whether the schedule that runs has works of gloo; those of NCCL order streams."""
@@ -134,6 +137,18 @@ class Pipeline:
                 raise
             finally:
                 _running.pop()
+
+    @contextmanager
+    def trying(self, schedule: Any) -> Iterator[None]:
+        """Let a schedule try its stages inside; after that, its first step is expected."""
+        model = self._model()
+        assert model is not None
+        residence = vars(model)[MARK].residence
+        with residence.aside():
+            yield
+        if torch.is_grad_enabled() and schedule not in self._expected:
+            self._expected.add(schedule)
+            residence.expect(visits_of(schedule))
 
     def _ask_why(self, error: Exception, began: float) -> None:
         """Raise RankLost if torch's error is that another rank has left, or does not answer."""
@@ -236,6 +251,20 @@ def is_prepared(stage: Any) -> bool:
     return any(PART in vars(module) for module in stage.submod.modules())
 
 
+def visits_of(schedule: Any) -> Iterator[Visit]:
+    """Yield the passes of a schedule's step through its stages, as torch's makes them."""
+    stages = {stage.stage_index: stage for stage in stages_of(schedule)}
+    rank = next(iter(stages.values())).group_rank
+    for kind, index, _ in passes_of(schedule, rank):
+        module, is_first = stages[index].submod, stages[index].is_first
+        if kind == "F":
+            yield Visit(module, Phase.FORWARD)
+        elif kind == "B" or (kind == "W" and is_first):  # which has no half for inputs
+            yield Visit(module, Phase.BACKWARD, from_the_end=True, is_first=is_first)
+        elif not is_first:
+            yield Visit(module, Phase.BACKWARD, from_the_end=kind == "I")
+
+
 def check_output(index: int, output: Any) -> None:
     """Refuse what torch does not send from stage to stage."""
     values = output if isinstance(output, (tuple, list)) else (output,)
@@ -273,6 +302,19 @@ def _watching(step: Callable[..., Any]) -> Callable[..., Any]:
     return watched
 
 
+def _aside(initialise: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what initialises a schedule's stages, whose trial is no part of a step."""
+
+    @functools.wraps(initialise)
+    def tried(schedule: Any, *args: Any, **kwargs: Any) -> Any:
+        if not _running:
+            return initialise(schedule, *args, **kwargs)
+        with _running[-1].trying(schedule):
+            return initialise(schedule, *args, **kwargs)
+
+    return tried
+
+
 def _refusing(make: Callable[..., None]) -> Callable[..., None]:
     """Return a schedule's ``__init__`` that says what to do if it refuses prepared stages."""
 
@@ -307,5 +349,6 @@ def guards() -> tuple[Replacement, ...]:
     """Return the functions of torch that are replaced while a pipeline is prepared."""
     places = pipeline_places()
     steps = (place.replaced(_watching) for place in places.steps)
+    trials = (place.replaced(_aside) for place in places.trials)
     makers = (place.replaced(_refusing) for place in places.makers)
-    return (*steps, *makers, places.wait.replaced(_polling))
+    return (*steps, *trials, *makers, places.wait.replaced(_polling))

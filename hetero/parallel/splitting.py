@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from hetero.errors import ConfigError
+from hetero.internals import leave_forwards
 from hetero.parallel.anatomy import Call, Clock, Products, examine, sample
 from hetero.parallel.mesh import STAGES, sizes_of, stage_ranks, world_size
 from hetero.parallel.stages import Cut, ModelStage, cut_model
@@ -96,6 +97,18 @@ class RankStages:
         except ValueError as error:
             raise refused(error, n_micro_batches, self.n_stages) from error
 
+    def evaluation(self, n_micro_batches: int, loss_fn: Callable[..., Any], **given: Any) -> Any:
+        """Return a schedule for calls of its ``eval`` alone: forwards, as those of `schedule`.
+
+        With one stage a rank any number of micro-batches will do.
+        """
+        if not is_multi(self.kind):
+            gpipe = replace(self, kind=kind_of("GPipe"))
+            return gpipe.schedule(n_micro_batches, loss_fn, **given)
+        found = self.schedule(n_micro_batches, loss_fn, **given)
+        leave_forwards(found)
+        return found
+
 
 def split(
     model: nn.Module,
@@ -106,6 +119,7 @@ def split(
     call: Mapping[str, Any] | None = None,
     loss: Callable[[Any], torch.Tensor] | None = None,
     stages_per_rank: int | None = None,
+    labels: str | None = None,
     clock: Clock | None = None,
 ) -> RankStages:
     """Cut a model into stages that take equally long, and return those of this rank. Collective.
@@ -126,6 +140,8 @@ def split(
         call: arguments of every call that are no tensors.
         loss: of the model's output; it weighs on the last stage.
         stages_per_rank: of schedules that take several; None: two.
+        labels: name of an argument of the model that the last stage alone gets. A schedule passes
+            what it is given by name to all stages of a rank, and those before have no logits.
         clock: weighs units; None: by their matrix products. `hetero.split` has that of a machine.
 
     Raises ConfigError for a model that is no chain, is too short, or shares a weight between stages
@@ -148,7 +164,7 @@ def split(
     mine = found.of_rank(stage_ranks(mesh, world).start // (world // n_ranks))
     return RankStages(
         cut=found,
-        stages=nn.ModuleList(ModelStage(model, anatomy, each.own, bound) for each in mine),
+        stages=nn.ModuleList(ModelStage(model, anatomy, each.own, bound, labels) for each in mine),
         indices=tuple(each.index for each in mine),
         kind=kind,
         group=pipeline_group(mesh, world, n_ranks),

@@ -106,12 +106,19 @@ class ModelStage(nn.Module):
         own: names of the modules that are this stage's.
         index: of the stage.
         call: further arguments of each call of the model.
+        labels: the name of an argument that the last stage alone looks at.
     """
 
     def __init__(
-        self, model: nn.Module, anatomy: Anatomy, own: Own, call: Mapping[str, Any]
+        self,
+        model: nn.Module,
+        anatomy: Anatomy,
+        own: Own,
+        call: Mapping[str, Any],
+        labels: str | None = None,
     ) -> None:
         super().__init__()
+        self.labels = labels
         self.passage = Handing()
         self.is_first, self.is_last = own.start == 0, own.has_after
         self.takes_ids = anatomy.takes_ids
@@ -159,6 +166,8 @@ class ModelStage(nn.Module):
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         passage = self.passage
         passage.received, given = x, x
+        if self.labels is not None and not self.is_last:
+            kwargs.pop(self.labels, None)
         if not self.is_first and self.takes_ids:
             given = torch.zeros(x.shape[:-1], dtype=torch.long, device=x.device)
         try:

@@ -31,10 +31,7 @@ LOOKED_AT_BYTES = 4096
 
 def check_ties(model: nn.Module, cut: Cut) -> None:
     """Raise ConfigError if stages of several ranks have one weight."""
-    names: dict[int, list[str]] = {}
-    for name, param in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(param), []).append(name)
-    for shared in names.values():
+    for shared in shared_weights(model, cut):
         places = [(stage.rank, name) for name in shared for stage in holders(cut, name)]
         if len({rank for rank, _ in places}) > 1:
             (one, name), (other, again) = places[0], places[-1]
@@ -43,6 +40,16 @@ def check_ties(model: nn.Module, cut: Cut) -> None:
                 f" {other} of the pipeline",
                 advice=UNTIE,
             )
+
+
+def shared_weights(model: nn.Module, cut: Cut) -> Iterator[list[str]]:
+    """Yield the names of each weight that several stages have."""
+    names: dict[int, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(param), []).append(name)
+    for shared in names.values():
+        if len({stage.index for name in shared for stage in holders(cut, name)}) > 1:
+            yield shared
 
 
 def holders(cut: Cut, name: str) -> Iterator[Any]:

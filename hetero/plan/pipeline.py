@@ -14,7 +14,21 @@ from typing import NamedTuple
 from hetero.errors import ConfigError
 
 INTERLEAVED = "interleaved"
+KINDS = {
+    "1f1b": "1F1B",
+    "gpipe": "GPipe",
+    INTERLEAVED: "Interleaved1F1B",
+    "interleaved-zb": "InterleavedZeroBubble",
+    "zbv": "ZBVZeroBubble",
+    "dualpipev": "DualPipeV",
+}
+"""Schedules whose backwards come in the order of micro-batches, by name: torch's."""
+HALVED = ("interleaved-zb", "zbv", "dualpipev")
+"""Those that compute gradients of weights apart from those of inputs."""
+V_SHAPED = ("zbv", "dualpipev")
+"""Those whose ranks have two stages each, the first rank the first and the last."""
 SCHEDULES = ("1f1b", "gpipe", INTERLEAVED)
+"""Those that are planned."""
 
 
 class Pass(NamedTuple):

@@ -78,6 +78,10 @@ class TrainOptions:
     exchange: Literal["pass", "step"] = "pass"
     """When ranks exchange gradients: in each pass, which has the bits of one rank; or once a step,
     after those of a rank have added up on its device."""
+    pipeline: Literal["1f1b", "gpipe", "interleaved", "interleaved-zb", "zbv", "dualpipev"] = "1f1b"
+    """The order of a step's passes through stages (pp in mesh)."""
+    stages_per_rank: int | None = None
+    """Stages of a rank, in an interleaved pipeline.  [default: 2]"""
     steps: int = 64
     """Steps of the run and of its schedule."""
     epochs: float | None = None

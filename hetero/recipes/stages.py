@@ -11,7 +11,7 @@ import hashlib
 import itertools
 import math
 import pickle
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -23,9 +23,19 @@ from hetero.config import Config
 from hetero.errors import ConfigError
 from hetero.parallel.anatomy import DROPOUTS
 from hetero.parallel.launch import Launch
-from hetero.parallel.mesh import STAGES, TENSOR, sizes_named, sizes_of
-from hetero.parallel.splitting import RankStages, kind_of, pipeline_group, split
-from hetero.parallel.stages import stages_in
+from hetero.parallel.mesh import SHARD, STAGES, TENSOR, sizes_named, sizes_of
+from hetero.parallel.orders import orders_of
+from hetero.parallel.splitting import (
+    RankStages,
+    is_multi,
+    kind_of,
+    pipeline_group,
+    ranks_of,
+    split,
+)
+from hetero.parallel.stages import Cut, stages_in
+from hetero.parallel.ties import shared_weights
+from hetero.plan.pipeline import HALVED, INTERLEAVED, KINDS
 from hetero.recipes.learners import raw, weights_of
 from hetero.recipes.options import TrainOptions
 from hetero.recipes.passes import Passes
@@ -58,7 +68,15 @@ def staged(task: Task, options: TrainOptions, config: Config) -> StagedTask:
     check_dropout(task.model)
     ids = torch.empty(options.batch, options.seq, dtype=torch.long, device="meta")
     clock = MachineClock(machine(config)) if config.profile else None
-    found = split(task.model, config.mesh, "1F1B", batch=ids, call=task.call, clock=clock)
+    found = split(
+        *(task.model, config.mesh, KINDS[options.pipeline]),
+        batch=ids,
+        call=task.call,
+        stages_per_rank=options.stages_per_rank,
+        labels="targets" if options.is_demo else "labels",
+        clock=clock,
+    )
+    check_alone(task.model, found.cut)
     frozen = {name for name, param in task.model.named_parameters() if not param.requires_grad}
     names = tuple(name for name in task.model.state_dict() if name not in frozen)
     mine = dataclasses.replace(task, model=found.stages.train(), write=refuse_writing)
@@ -80,7 +98,9 @@ def check_options(options: TrainOptions, config: Config, ranks: Launch) -> None:
             f" train --mesh {given} ...",
         )
     sizes = sizes_of(config.mesh, ranks.size)
-    check_passes(options, sizes[STAGES], ranks.size // sizes[STAGES] // sizes[TENSOR])
+    n_copies = ranks.size // sizes[STAGES] // sizes[TENSOR]
+    check_passes(options, sizes[STAGES], n_copies)
+    check_pipeline(options, config, sizes, n_copies)
     if options.task == "sft":
         raise ConfigError(
             f"--mesh with {STAGES} and --task sft: stages send each other tensors of one size, and"
@@ -107,6 +127,17 @@ def check_options(options: TrainOptions, config: Config, ranks: Launch) -> None:
         )
 
 
+def check_no_pipeline(options: TrainOptions) -> None:
+    """Raise ConfigError for options of stages without any."""
+    default = TrainOptions()
+    for name in ("pipeline", "stages_per_rank"):
+        if (given := getattr(options, name)) != getattr(default, name):
+            raise ConfigError(
+                f"--{name.replace('_', '-')} {given}: the model is not cut into stages",
+                advice=f"leave it out, or use --mesh {STAGES}=N",
+            )
+
+
 def check_passes(options: TrainOptions, n_stages: int, n_copies: int) -> None:
     """Raise ConfigError for fewer passes than fill the pipelines."""
     least = n_stages * n_copies
@@ -117,6 +148,41 @@ def check_passes(options: TrainOptions, n_stages: int, n_copies: int) -> None:
             " passes of a step are the micro-batches, which fill a pipeline from as many as it has"
             " stages",
             advice=f"use --accumulate {enough}, or more: the more, the less ranks wait",
+        )
+
+
+def check_pipeline(
+    options: TrainOptions, config: Config, sizes: Mapping[str, int], n_copies: int
+) -> None:
+    """Raise ConfigError for a pipeline that is not there, or has other bits than one rank."""
+    named = f"--pipeline {options.pipeline}"
+    kind = kind_of(KINDS[options.pipeline])
+    halves = options.pipeline in HALVED
+    for there, what, why in (
+        (n_copies > 1, f"{SHARD}", "ranks that share a stage sum gradients in a backward pass"),
+        (sizes[TENSOR] > 1, f"{TENSOR}", "that is not proven for parts of tensors"),
+        (config.precision == "bf16", "--precision bf16", "these add up in bf16, not in fp32"),
+    ):
+        if halves and there:
+            raise ConfigError(
+                f"{named} with {what}: it computes gradients of weights between passes, and {why}",
+                advice=f"use --pipeline 1f1b or {INTERLEAVED}",
+            )
+    orders_of(
+        kind, ranks_of(kind, sizes[STAGES], options.stages_per_rank), options.accumulate // n_copies
+    )
+
+
+def check_alone(model: nn.Module, cut: Cut) -> None:
+    """Raise ConfigError for a weight of several stages of a rank, whose gradients add up in another
+    order than one rank's."""
+    shared = next(shared_weights(model, cut), None)
+    if shared is not None:
+        raise ConfigError(
+            f"{shared[0]!r} and {shared[-1]!r} are one weight of two stages, whose gradients add up"
+            " in another order than on one rank",
+            advice="give the head a weight of its own (tie_word_embeddings=false in config.json),"
+            " or use --mesh dp_shard=N",
         )
 
 
@@ -135,7 +201,7 @@ def check_dropout(model: nn.Module) -> None:
 
 
 class Scheduled:
-    """1F1B makes the passes of a step.
+    """A schedule of stages makes the passes of a step.
 
     Args:
         staged: whose stages are prepared.
@@ -162,7 +228,8 @@ class Scheduled:
         self._everyone = engine_of(staged.task.model).setup.everyone
         n_stage = ranks.size // found.cut.n_ranks
         self._firsts = range(0, ranks.size, n_stage)  # of the ranks of each stage
-        self._lasts = range(ranks.size - n_stage, ranks.size, n_tensor)  # who have losses
+        last = found.cut.stages[-1].rank * n_stage
+        self._lasts = range(last, last + n_stage, n_tensor)  # who have losses
         self._n_mine = options.accumulate // passes.size
         self._schedule = found.schedule(
             *(self._n_mine, weighted_loss),
@@ -189,12 +256,16 @@ class Scheduled:
         for shapes, alike in itertools.groupby(rounds, key=shapes_of):
             for some in in_parts(list(alike), self._n_mine):
                 mine = [self._passes.mine(each)[0][1] for each in some]
+                n = len(mine)
+                if is_multi(self._found.kind):  # which takes no other number
+                    mine += mine[-1:] * (self._n_mine - n)
                 key = len(mine), shapes
-                if key not in self._evaluating:  # 1F1B refuses fewer batches than stages
-                    gpipe = dataclasses.replace(self._found, kind=kind_of("GPipe"))
-                    self._evaluating[key] = gpipe.schedule(len(mine), own_loss, device=self._place)
+                if key not in self._evaluating:
+                    made = self._found.evaluation(len(mine), own_loss, device=self._place)
+                    self._evaluating[key] = made
                 ones = torch.ones(len(mine))
-                found += [x.item() for x in self._run(self._evaluating[key].eval, mine, ones)]
+                losses = self._run(self._evaluating[key].eval, mine, ones)
+                found += [loss.item() for loss in losses[:n]]
         return self._spread(found)[: len(batches)]
 
     def _run(self, run: Any, mine: Sequence[Batch], target: torch.Tensor) -> list[torch.Tensor]:

@@ -38,7 +38,7 @@ from hetero.recipes.result import (
     TrainResult,
 )
 from hetero.recipes.setup import Settled, divided, settings_for
-from hetero.recipes.stages import Scheduled, check_options, staged
+from hetero.recipes.stages import Scheduled, check_no_pipeline, check_options, staged
 from hetero.recipes.task import Task, count, demo, loss_of
 from hetero.recipes.text import unigram_entropy
 from hetero.rehearse.plan import Plan, plan
@@ -95,6 +95,8 @@ def train_on(
     has_stages = sizes_named(config.mesh).get(STAGES, 1) > 1
     if has_stages:
         check_options(options, config, ranks)
+    else:
+        check_no_pipeline(options)
     refuse_context(config.mesh, "hetero train", "write a loop: docs/context-parallel.md")
     if ranks.rank:
         options = dataclasses.replace(options, record="none", track=())

@@ -29,6 +29,7 @@ def split(
     call: Mapping[str, Any] | None = None,
     loss: Callable[[Any], torch.Tensor] | None = None,
     stages_per_rank: int | None = None,
+    labels: str | None = None,
 ) -> RankStages:
     """Cut a model into stages that take equally long on a machine, and return those of this rank.
 
@@ -47,6 +48,8 @@ def split(
         call: arguments of every call that are no tensors.
         loss: of the model's output; it weighs on the last stage.
         stages_per_rank: of schedules that take several; None: two.
+        labels: name of an argument of the model that the last stage alone gets. A schedule passes
+            what it is given by name to all stages of a rank, and those before have no logits.
 
     Raises ConfigError for a model that is no chain, is too short, or shares a weight between stages
     of several ranks.
@@ -68,6 +71,7 @@ def split(
         call=call,
         loss=loss,
         stages_per_rank=stages_per_rank,
+        labels=labels,
         clock=clock,
     )
 

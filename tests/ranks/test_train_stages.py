@@ -17,6 +17,7 @@ import pytest
 
 from hetero.errors import ConfigError
 from hetero.parallel.launch import launch
+from hetero.plan.pipeline import HALVED
 from hetero.recipes.options import TrainOptions, settings_of
 from hetero.recipes.result import RunStart, TrainResult
 from hetero.recipes.stages import staged
@@ -62,6 +63,47 @@ def test_two_stages_train_as_one_rank(tmp_path: Path) -> None:
     ((first,), second) = (starts for _, starts in found)
     assert (first.parameters, first.state_bytes) == (alone.parameters, alone.state_bytes)
     assert not second
+
+
+SLOW = [
+    pytest.param(kind, n, marks=pytest.mark.slow)
+    for kind, n in (
+        *(("gpipe", None), ("interleaved", None), ("interleaved", 3), ("interleaved-zb", None)),
+        ("dualpipev", None),
+    )
+]
+
+
+def by_rank_within(rank: int, folder: Path, fields: dict[str, Any], hbm: int) -> TrainResult:
+    given = options(folder, **fields)
+    return train(dataclasses.replace(given, settings={**given.settings, "hbm": hbm}))
+
+
+@pytest.mark.parametrize(("kind", "n_turns"), [("zbv", None), *SLOW])
+def test_stages_under_any_schedule_train_as_one_rank(
+    kind: str, n_turns: int | None, tmp_path: Path
+) -> None:
+    fields = {"steps": 3, "layers": 4, "save_every": 2, **evaluated(tmp_path)}
+    alone = train(options(tmp_path / "alone", **fields))
+
+    fields |= {"mesh": "pp=2", "pipeline": kind, "stages_per_rank": n_turns}
+    # what waits for its second half stays there
+    hbm = 760_000 if kind == "interleaved-zb" else 560_000 if kind in HALVED else 360_000
+    for result in run_ranks(2, by_rank_within, tmp_path / "ranks", fields, hbm):
+        assert same(result, alone)
+        assert result.status.fetches > 0
+
+
+@pytest.mark.slow
+def test_interleaved_pipelines_that_share_stages_train_as_ranks_that_share_the_model(
+    tmp_path: Path,
+) -> None:
+    fields = {"steps": 3, "layers": 4, **evaluated(tmp_path)}
+    shares = run_ranks(2, by_rank, tmp_path / "shares", {**fields, "mesh": "dp_shard=2"})[0]
+
+    fields |= {"mesh": "pp=2,dp_shard=2", "pipeline": "interleaved"}
+    for result in run_ranks(4, by_rank, tmp_path / "ranks", fields):
+        assert same(result, shares)
 
 
 @pytest.mark.slow
@@ -132,6 +174,12 @@ def by_rank_in_bf16(rank: int, folder: Path, fields: dict[str, Any]) -> TrainRes
     return train(in_bf16(folder, fields))
 
 
+def test_halves_of_gradients_add_up_in_bf16_and_are_refused(tmp_path: Path) -> None:
+    for each in outcomes(2, by_rank_in_bf16, tmp_path, {"mesh": "pp=2", "pipeline": "zbv"}):
+        assert isinstance(each.error, ConfigError), each.text
+        assert "these add up in bf16" in str(each.error)
+
+
 @pytest.mark.slow
 def test_a_signal_to_one_stage_stops_all_after_the_same_step(tmp_path: Path) -> None:
     alone = train(options(tmp_path / "alone"))
@@ -171,6 +219,10 @@ REFUSED = [
     ({"lora_rank": 2, "model": "tiny-llama"}, "adapters is not cut", "dp_shard=N"),
     ({"model": "tiny-gpt2", "data": (__file__,)}, "drops out", "dropout to 0"),
     ({"layers": 1, "accumulate": 6, "mesh": "pp=3"}, "is of 3 ranks; there are 2", "is 2"),
+    ({"pipeline": "zbv", "mesh": "pp=1,dp_shard=2"}, "not cut into stages", "--mesh pp=N"),
+    ({"pipeline": "dualpipev", "accumulate": 3}, "at least as many microbatches", "use 4"),
+    ({"pipeline": "1f1b", "stages_per_rank": 2}, "Schedule1F1B takes 1", "interleaved"),
+    ({"pipeline": "zbv", "stages_per_rank": 3}, "ScheduleZBVZeroBubble takes 2", "leave"),
 ]
 
 

@@ -188,6 +188,32 @@ def test_gradients_of_every_pass_cost_more_than_those_of_a_step() -> None:
     assert every.step_seconds > once.step_seconds
 
 
+@pytest.mark.parametrize(
+    ("exchange", "order"),
+    [
+        ("step", "F0 F0 F1 F1 F0 B1 F0 B1 F1 B0 F1 B0 B1 B1 B0 B0 R R"),
+        ("pass", "F0 F0 F1 F1 F0 B1 R F0 B1 R F1 B0 R F1 B0 R B1 R B1 R B0 R B0 R"),
+    ],
+)
+def test_ranks_exchange_with_the_last_pass_of_all_their_stages_or_with_each(
+    exchange: str, order: str
+) -> None:
+    """Two stages of one unit each: if each exchanged with a last pass of its own, a sum (R) would
+    stand before the last two backwards."""
+    given = {"profile": "a100-80", "mesh": {"pp": 2, "dp_shard": 2}, "activations": "keep"}
+    deep = {**TINY, "num_hidden_layers": 4}
+    work = mesh_work(deep, (4, 16), schedule="interleaved", exchange=exchange, **given)
+    shape = shape_of(deep)
+    assert shape is not None
+    found = rehearse(scene_of_stage(work, even_cut(shape, 4)[::2], work.order(0)))
+
+    step = [e for e in found.run.events if e.step == len(found.steps) - 1]
+    sums = [e for e in step if (e.what, e.lane) == ("move", "reduce")]
+    units = [e for e in step if e.what == "access"]
+    told = sorted([*sums, *units], key=lambda each: each.t_ns)
+    assert order.split() == ["R" if e in sums else f"{e.phase[0].upper()}{e.unit}" for e in told]
+
+
 def test_sums_over_tensors_take_the_time_of_the_wire() -> None:
     whole, divided = (planned(mesh={"pp": 2, "tp": n}).stages[0] for n in (1, 2))
 

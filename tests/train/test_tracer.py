@@ -79,3 +79,44 @@ def test_a_bucket_is_needed_again_in_as_many_accesses_as_lie_between() -> None:
 
     assert [cursor.next_use(bucket) for bucket in (1, 4)] == [1, 4]
     assert cursor.next_use(0) == float("inf")
+
+
+def test_the_first_step_follows_the_trace_that_is_expected() -> None:
+    plans = Plans()
+    cursor = Cursor(plans)
+
+    assert [op.bucket for op in cursor.expect(Trace(tuple(FORWARD)))] == [9]
+    assert step(cursor, FORWARD) == [10, 11, 12, 13, 14, 9]
+    assert len(plans.traces) == 1
+
+
+def test_a_first_step_that_is_not_as_expected_is_planned_for_at_once_and_alone() -> None:
+    plans = Plans()
+    cursor = Cursor(plans)
+    cursor.expect(Trace(tuple(FORWARD)))
+    seen, odd = FORWARD[::-1], FORWARD[:2]
+
+    for accesses in (seen, odd, seen):
+        step(cursor, accesses)
+    assert [trace.accesses for trace in plans.traces] == [tuple(FORWARD), tuple(seen)]
+
+
+def test_nothing_is_expected_of_a_step_that_has_begun_or_once_one_is_known() -> None:
+    begun, plans = Cursor(Plans()), Plans()
+    begun.observe(FORWARD[0])
+    known = Cursor(plans)
+    step(known, FORWARD)
+
+    assert begun.expect(Trace(tuple(FORWARD))) == known.expect(Trace(tuple(FORWARD[1:]))) == ()
+    assert begun.schedule is None
+    assert [trace.accesses for trace in plans.traces] == [tuple(FORWARD)]
+
+
+def test_accesses_of_a_trial_are_no_part_of_the_step() -> None:
+    cursor, plans = followed()
+    for _ in range(2):
+        with cursor.aside():
+            for access in FORWARD[3:]:
+                cursor.observe(access)
+        assert step(cursor, FORWARD) == [10, 11, 12, 13, 14, 9]
+    assert len(plans.traces) == 1

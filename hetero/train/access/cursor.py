@@ -1,13 +1,15 @@
 """The tracer and cursor: records a step's accesses and follows the plan through them (floor 2).
 
 [Note: second sight]  The first trace is planned at once. A different one is planned only when it
-comes twice in a row, so one odd step does not cost the plan of the usual one.
+comes twice in a row, so one odd step does not cost the plan of the usual one. A trace that was only
+expected is followed until a step is seen.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from hetero.plan.planner import next_use
 from hetero.plan.schedule import Op, Schedule
@@ -23,6 +25,7 @@ class Cursor:
         self.deviations = 0
         self._schedule: Schedule | None = None
         self._is_stale = False  # made for other limits
+        self._is_expected = False  # of a trace that no step has made yet
         self._build = build
         self._seen: list[Access] = []
         self._before: tuple[Access, ...] = ()
@@ -36,6 +39,11 @@ class Cursor:
         if self._is_stale and self._schedule is not None:
             self.plan(self._schedule.trace)
         return self._schedule
+
+    @property
+    def seen(self) -> tuple[Access, ...]:
+        """The accesses of this step so far."""
+        return tuple(self._seen)
 
     def observe(self, access: Access) -> tuple[Op, ...]:
         """Record an access and return the ops to issue, none when off plan."""
@@ -51,15 +59,38 @@ class Cursor:
             return schedule.ops[here + 1]
         return self._resynchronise(schedule, access)
 
+    def expect(self, trace: Trace) -> tuple[Op, ...]:
+        """Follow a trace that the first step is expected to make; return the ops of its border.
+
+        Nothing is expected of a step that has begun, or after one.
+        """
+        if self._schedule is not None or self._seen or not 0 < len(trace.accesses) <= LONGEST:
+            return ()
+        self.plan(trace)
+        self._is_expected = True
+        assert self._schedule is not None
+        return self._schedule.at(-1)
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Accesses inside are no part of the step."""
+        n_seen, at = len(self._seen), self._at
+        try:
+            yield
+        finally:
+            del self._seen[n_seen:]
+            self._at = at
+
     def border(self) -> tuple[Op, ...]:
         """End the step: plan its trace if that is due, return the ops of the border."""
         trace = Trace(tuple(self._seen))
         self._seen.clear()
         self._at = -1
         known = self._schedule.trace.accesses if self._schedule else None
-        due = known is None or trace.accesses == self._before
+        due = known is None or self._is_expected or trace.accesses == self._before
         if trace.accesses and trace.accesses != known and due:
             self.plan(trace)
+        self._is_expected = self._is_expected and not trace.accesses
         self._before = trace.accesses
         schedule = self.schedule
         return schedule.at(-1) if schedule else ()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from hetero.memory.manager import ChunkManager
 from hetero.plan.schedule import Op
-from hetero.plan.trace import Access
+from hetero.plan.trace import Access, Trace
 from hetero.train.access.cursor import Cursor
 from hetero.train.model.host_work import host_work
 from hetero.types import Phase
@@ -83,6 +83,10 @@ class Fetches:
         if stepped or calls or phase is Phase.BACKWARD:
             self.active = self.evaluate if phase is Phase.EVAL else self.train
             self._issue(self.active.observe(Access(phase, unit, buckets)))
+
+    def expect(self, trace: Trace) -> None:
+        """Follow a trace that the first step is expected to make, and begin to prefetch for it."""
+        self._issue(self.train.expect(trace))
 
     def is_step(self, phase: Phase) -> bool:
         """Whether a forward is a step of its own, with a border before it."""

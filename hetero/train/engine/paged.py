@@ -28,6 +28,7 @@ from hetero.plan.schedule import Schedule, Shape
 from hetero.plan.trace import Trace
 from hetero.train.access.cursor import Cursor
 from hetero.train.access.early import EarlyUpdates, NoEarlyUpdates
+from hetero.train.access.expected import Visit, expected
 from hetero.train.access.runtime import Runtime
 from hetero.train.access.step_events import StepEvents
 from hetero.train.engine.alike import gradients_of, settings_of
@@ -187,6 +188,15 @@ class Paged:
         for bucket in self.setup.buckets:
             self.manager.home(bucket.id)
             self.trained.grads.release(bucket)
+
+    def expect(self, visits: Iterable[Visit]) -> None:
+        """Passes of the first step are known before it begins."""
+        blueprint = self.setup.blueprint
+        self.runtime.fetches.expect(expected(visits, blueprint.units, blueprint.needs))
+
+    def aside(self) -> AbstractContextManager[None]:
+        """Return a block whose passes are no part of a step."""
+        return self.runtime.fetches.train.aside()
 
     def step_made(self) -> None:
         """A step is made: `border` follows."""

@@ -14,6 +14,7 @@ from hetero.device import CpuDevice
 from hetero.jobs import Job
 from hetero.memory.layout import Bucket
 from hetero.memory.link import Link
+from hetero.train.access.expected import Visit
 from hetero.train.access.hooks import before_node
 from hetero.train.activations.allocator import AllocatedBytes, DeviceBytes
 from hetero.train.activations.policy import ActivationPolicies
@@ -131,6 +132,13 @@ class Resident:
 
     def updates_done(self) -> None:
         """All updates of the step are done."""
+
+    def expect(self, visits: Iterable[Visit]) -> None:
+        """Passes of the first step are known; nothing is fetched for them."""
+
+    def aside(self) -> AbstractContextManager[None]:
+        """Return a block whose passes are no part of a step."""
+        return nullcontext()
 
     def step_made(self) -> None:
         """A step is made: what it took is known."""
