@@ -123,15 +123,15 @@ def head_of(model: nn.Module) -> nn.Linear:
     find = getattr(model, "get_output_embeddings", None)
     head = find() if callable(find) else None
     loss = getattr(model, "loss_function", None)
-    if not isinstance(head, nn.Linear) or getattr(loss, "__name__", "") != LOSS:
-        raise ConfigError(
-            f"fused_loss: {type(model).__name__} is no causal model of transformers: its head is"
-            f" {type(head).__name__}, its loss {getattr(loss, '__name__', type(loss).__name__)}",
-            advice="leave fused_loss out, and call hetero.linear_cross_entropy where the loss is"
-            " computed",
-        )
-    words_of(head.weight)  # which refuses one that ranks divide otherwise
-    return head
+    if isinstance(head, nn.Linear) and getattr(loss, "__name__", "") == LOSS:
+        words_of(head.weight)  # which refuses one that ranks divide otherwise
+        return head
+    lacks = f"its loss is not {LOSS}" if isinstance(head, nn.Linear) else "it has no head of words"
+    raise ConfigError(
+        f"fused_loss: {type(model).__name__} is no causal model of transformers: {lacks}",
+        advice="leave fused_loss out, and call hetero.linear_cross_entropy where the loss is"
+        " computed",
+    )
 
 
 def late(head: nn.Linear, call: Callable[..., Any]) -> Callable[..., Any]:

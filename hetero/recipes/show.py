@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,12 +22,14 @@ from hetero.types import Kind, format_bytes
 if TYPE_CHECKING:  # these load torch, which rendering does not need
     from benchmarks.runner import Result
     from hetero.checkpoint.verify import Verification
+    from hetero.plan.machine import MachineProfile
     from hetero.recipes.calibrate import Calibration
     from hetero.recipes.findings import Check, Examination
     from hetero.recipes.result import TrainResult
     from hetero.rehearse.plan import Plan
     from hetero.status import Status
 
+AGAIN = re.compile(r"[,;:]? \d+ bytes short$")  # what the line says at its begin
 WORTH_SAYING = 0.001  # of a planned step
 COLOURS = {"green": "green", "yellow": "yellow", "red": "red"}
 
@@ -230,7 +233,21 @@ def calibration(console: Console, result: Calibration) -> None:
         console.print(f"[yellow]{line}[/yellow]", highlight=False)
     rows = [("not measured", note) for note in quality.notes]
     rows += [("problem", problem) for problem in result.problems]
-    console.print(facts([*rows, ("written", f"{result.path}, in {quality.seconds:.0f} s")]))
+    rows += [("measured", rates(result.profile))]
+    rows += [("written", f"{result.path}, in {quality.seconds:.0f} s")]
+    console.print(facts([*rows, ("next", f"hetero plan MODEL --profile {result.path}")]))
+
+
+def rates(machine: MachineProfile) -> str:
+    """Return a machine's memory, link and drive in a few words."""
+    host, link, nvme = machine.host, machine.link, machine.nvme
+    found = [("RAM", host.dram_bytes_per_second)]
+    if link is not None:
+        found += [("up", link.h2d.bytes_per_second), ("down", link.d2h.bytes_per_second)]
+    if nvme is not None:
+        found += [("read", nvme.read_bytes_per_second), ("write", nvme.write_bytes_per_second)]
+    said = ", ".join(f"{name} {figure.value / 1e9:.3g} GB/s" for name, figure in found)
+    return f"{format_bytes(int(host.ram_bytes.value))} of RAM; {said}"
 
 
 def problems(console: Console, found: Mapping[str, Sequence[str]]) -> None:
@@ -306,14 +323,25 @@ def planned(console: Console, plan: Plan, line: str | None = None) -> None:
         f" {escape(plan.profile)}: {verdict}"
     )
     for row in plan.shortfalls:
-        console.print(f"  {row.tier} is {row.short_bytes:,} bytes short: {escape(row.why)}")
+        why = escape(AGAIN.sub("", row.why))
+        console.print(f"  {row.tier} is {row.short_bytes:,} bytes short: {why}")
     console.print(plan_tiers(plan))
     console.print(facts(plan_facts(plan)))
     if plan.drive_life_steps is not None and plan.drive_life_steps < SHORT_LIFE:
         console.print(f"[red]the drive lasts {plan.drive_life_steps:,.0f} steps[/red]")
     if len(plan.what_if) > 1:
         console.print(plan_estimates(plan))
+    if not plan.fits:
+        console.print(f"These figures, and this line, are of {escape(larger(plan))}:")
     console.print(f"[bold]{escape(line or plan.paste)}[/bold]", soft_wrap=True)
+
+
+def larger(plan: Plan) -> str:
+    """Return the budgets with which a plan that does not fit would."""
+    return ", ".join(
+        f"{format_bytes(row.needed_bytes)} of {row.tier} (now {cell(row.have_bytes)})"
+        for row in plan.shortfalls
+    )
 
 
 def plan_tiers(plan: Plan) -> Table:
@@ -346,7 +374,8 @@ def plan_facts(plan: Plan) -> list[tuple[str, str]]:
         rows.append(("MFU", f"{100 * plan.mfu:.3g} % (causal attention)"))
     if plan.disk_write_bytes:
         life = plan.drive_life_steps
-        lasts = "" if life is None else f"; the drive lasts {life:,.0f} steps"
+        known = life is not None and life >= SHORT_LIFE  # a shorter one is said in red
+        lasts = f"; the drive lasts {life:,.0f} steps" if known else ""
         rows.append(("written to disk", f"{format_bytes(plan.disk_write_bytes)} a step{lasts}"))
     return rows
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -41,6 +40,7 @@ from hetero.recipes.setup import Settled, divided, settings_for
 from hetero.recipes.stages import Scheduled, check_no_pipeline, check_options, staged
 from hetero.recipes.task import Task, count, demo, loss_of
 from hetero.recipes.text import unigram_entropy
+from hetero.recipes.tracking import Log, tracking
 from hetero.rehearse.plan import Plan, plan
 from hetero.status import status
 from hetero.train.update.optimizer import Optimizer
@@ -60,8 +60,6 @@ COMPUTING = (  # settings that do
 Stop = Callable[[], "int | None"]
 Watch = Callable[[StepReport], None]
 Announce = Callable[[RunStart], None]
-Log = Callable[[Mapping[str, float], int], None]
-"""Takes the figures of a step, and its number."""
 
 
 def train(
@@ -156,20 +154,6 @@ def dry_run(options: TrainOptions) -> Plan:
     config = dataclasses.replace(budgets, device=config.device)  # else the profile's machine
     batch = {**next(task.batches), **task.call}
     return plan(task.model, batch, optimizer=optimizer, config=config, loss=loss_of)
-
-
-@contextmanager
-def tracking(options: TrainOptions, folder: Path) -> Iterator[Log]:
-    """Yield a function that logs a step; ConfigError if a tracker is not installed."""
-    if not options.track:
-        yield lambda figures, step: None
-        return
-    with installed("--track needs accelerate"):
-        from hetero.integrations.tracking import trackers
-    given = {k: v for k, v in dataclasses.asdict(options).items() if k != "settings"}
-    plain = {k: v if isinstance(v, (int, float, str)) else str(v) for k, v in given.items()}
-    with trackers(options.track, folder, plain) as log:
-        yield log
 
 
 class Stopped(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,6 +38,7 @@ from hetero.report.measure import NS, Measured, Summary, measure, summarize
 from hetero.report.peaks import Peak
 from hetero.report.run import Run
 from hetero.report.views import REHEARSED, Sidecar, WhatIf
+from hetero.train.engine.blueprint import Blueprint
 from hetero.train.engine.budget import paging_bytes
 from hetero.train.update.trial import check_optimizer
 from hetero.types import Kind, Tier, format_bytes
@@ -240,11 +241,26 @@ class Fitted(NamedTuple):
     shortfalls: tuple[Shortfall, ...]
 
 
+class Stayed(NamedTuple):
+    """A rehearsal of a model that stays on its device, which has too little memory for that."""
+
+    scene: Scene
+    short: dict[str, Shortfall]
+    """What lacked before."""
+    hbm_bytes: int
+    """What it takes there."""
+
+
 def until_it_fits(scene: Scene) -> Fitted:
-    """Rehearse with budgets raised until all fits. A model that stays on its device, and still
-    finds no room there for what units leave, is rehearsed paged."""
+    """Rehearse with budgets raised until all fits.
+
+    A model that stays on its device, and finds no room there for what units leave, is rehearsed in
+    other ways. If none fits, no budget helps but one with which it stays.
+    """
     short: dict[str, Shortfall] = {}
     raises = Raises()
+    stayed: Stayed | None = None
+    others: Iterator[Scene] = iter(())
     for _ in range(MOST_RAISES):
         try:
             found = rehearse(scene)
@@ -254,9 +270,14 @@ def until_it_fits(scene: Scene) -> Fitted:
         if error is None and found is not None:
             if not overflows(scene, found):
                 return Fitted(found, scene.config, tuple(short.values()))
-            paging = Config.load(scene.config, hbm=paging_bytes(found.blueprint))
-            scene = replace(scene, config=paging)
-            continue
+            if stayed is None:
+                others = ways(scene, found.blueprint)
+            stayed = Stayed(scene, dict(short), found.peaks[Tier.HBM])
+        if stayed is not None and (error is None or error.tier == "HBM"):
+            scene, short = next(others, stayed.scene), dict(stayed.short)
+            if scene is not stayed.scene:
+                continue
+            error = too_small_to_stay(stayed)
         if error is None or error.tier not in BUDGETS or not error.needed_bytes:
             break
         tier, needed = raises.asked(error, budget(scene, "hbm"), budget(scene, "host"))
@@ -266,10 +287,36 @@ def until_it_fits(scene: Scene) -> Fitted:
         needed = raises.raised(tier, now or 0, needed)
         why = short[tier].why if tier != error.tier else str(error.args[0])
         short[tier] = Shortfall(tier, have, needed, why)
-        scene = replace(scene, config=Config.load(scene.config, **{field: needed}))
+        scene = with_budget(scene, field, needed)
     raise ConfigError(
         f"no budgets were found that hold this model: {error}",
         advice="lower the batch, or split the largest unit with units=",
+    )
+
+
+def ways(scene: Scene, blueprint: Blueprint) -> Iterator[Scene]:
+    """Yield ways to train a model that takes too much where it stays.
+
+    What its units leave may be computed again, all of it: "auto" keeps what finds room as it comes,
+    and does not know what comes last (a loss over many words). Or its weights may be paged, under
+    the largest budget that does so.
+    """
+    if scene.config.activations == "auto":
+        yield replace(scene, config=Config.load(scene.config, activations="recompute"))
+    yield with_budget(scene, "hbm", paging_bytes(blueprint))
+
+
+def with_budget(scene: Scene, field: str, n_bytes: int) -> Scene:
+    return replace(scene, config=Config.load(scene.config, **{field: n_bytes}))
+
+
+def too_small_to_stay(stayed: Stayed) -> BudgetError:
+    """Return the error of a device that is too small, both for a model that stays and for pages."""
+    return BudgetError(
+        f"weights and what a step leaves take {format_bytes(stayed.hbm_bytes)} of the device",
+        advice="lower the batch, or take a larger device",
+        tier="HBM",
+        needed_bytes=stayed.hbm_bytes,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import platform
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -693,6 +694,8 @@ def test_the_command_shows_a_table_for_people(
     assert result.exit_code == 0
     for word in ("host.dram_GBps", "host.threads.adam_Gparam_s 1", "spread", "mine.toml"):
         assert word in result.stdout
+    assert re.search(r"measured +[\d.]+ GiB of RAM; RAM [\d.]+ GB/s", result.stdout)
+    assert result.stdout.rstrip().endswith("hetero plan MODEL --profile mine.toml")
 
 
 def test_what_varies_is_marked_in_the_table() -> None:

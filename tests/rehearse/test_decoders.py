@@ -134,7 +134,7 @@ def test_a_fused_loss_makes_the_operations_that_it_makes_in_transformers(name: s
 
 
 def test_a_plan_of_a_model_without_a_head_says_so() -> None:
-    with pytest.raises(ConfigError, match=r"fused_loss: .* its head is"):
+    with pytest.raises(ConfigError, match=r"fused_loss: .* no head of words"):
         plan(PRESETS["bert-base-uncased"], (1, 8), profile="rtx4090", fused_loss=True)
 
 

@@ -115,6 +115,16 @@ def test_activations_that_a_card_does_not_hold_are_computed_again_and_states_sta
     assert hbm.peak_bytes <= hbm.budget_bytes
 
 
+def test_where_the_loss_finds_no_room_units_are_computed_again_from_the_first() -> None:
+    """What units may keep is known as they come, and what the loss takes only in the end."""
+    batch = torch.zeros(3 * 2**17, 16, dtype=torch.long)
+    found = planned(batch=batch, profile=GPU, device="cuda", hbm=None)
+
+    assert found.fits and found.settings["activations"] == "recompute"
+    assert set(found.policies) == {"recompute"}
+    assert "activations='recompute'" in found.paste
+
+
 @pytest.mark.campaign(seconds=3)
 @pytest.mark.parametrize(
     "batch",

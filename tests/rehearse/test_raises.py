@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+
 from hetero.errors import BudgetError
+from hetero.rehearse.plan import until_it_fits
 from hetero.rehearse.raises import EXACT_RAISES, MOST_INSTEAD, Raises
+from hetero.types import Tier
 
 HBM, HOST = 24, 64
 
@@ -30,3 +38,68 @@ def test_a_budget_grows_as_asked_and_then_faster() -> None:
     raises = Raises()
     found = [raises.raised("HBM", 6400, 6401) for _ in range(EXACT_RAISES + 3)]
     assert found == [6401] * EXACT_RAISES + [6500, 6600, 6800]
+
+
+class Card(NamedTuple):
+    """A card on which a model stays, or is paged, as its budget says."""
+
+    stays_from: int
+    stays_in: int
+    """Bytes that it takes if it stays."""
+    again_in: int
+    """Bytes that it takes if it stays, and computes again."""
+    pages_in: int
+    """Bytes with which it is paged; as far as an error sees."""
+
+    def rehearse(self, scene: SimpleNamespace, asked: list[tuple[int, bool]]) -> SimpleNamespace:
+        asked.append((scene.hbm, scene.again))
+        stays = scene.hbm >= self.stays_from
+        here = self.again_in if scene.again else self.stays_in
+        return SimpleNamespace(
+            uses=() if stays else (1,),
+            error=None if stays or scene.hbm >= self.pages_in else short("HBM", self.pages_in),
+            peaks={Tier.HBM: here if stays else scene.hbm},
+            blueprint=self.stays_from,
+        )
+
+
+def changed(scene: SimpleNamespace, **given: Any) -> SimpleNamespace:
+    return SimpleNamespace(**{**vars(scene), **given})
+
+
+def other_ways(scene: SimpleNamespace, stays_from: int) -> Iterator[SimpleNamespace]:
+    yield changed(scene, again=True)
+    yield changed(scene, hbm=stays_from - 1)
+
+
+@pytest.mark.parametrize(
+    ("card", "tried", "needed"),
+    [
+        (Card(8, 20, 10, 30), [(24, False)], None),  # stays
+        (Card(8, 34, 20, 21), [(24, False), (24, True)], None),  # and computes again
+        (Card(8, 34, 30, 7), [(24, False), (24, True), (7, False)], None),  # is paged
+        (Card(8, 34, 30, 21), [(24, False), (24, True), (7, False), (30, True)], 30),
+    ],
+)
+def test_a_model_that_neither_stays_nor_pages_needs_a_card_on_which_it_stays(
+    monkeypatch: pytest.MonkeyPatch,
+    card: Card,
+    tried: list[tuple[int, bool]],
+    needed: int | None,
+) -> None:
+    asked: list[tuple[int, bool]] = []
+    for name, made in {
+        "rehearse": lambda scene: card.rehearse(scene, asked),
+        "ways": other_ways,
+        "budget": lambda scene, field: getattr(scene, field),
+        "with_budget": lambda scene, field, n: changed(scene, **{field: n}),
+        "overflows": lambda scene, found: not found.uses and found.peaks[Tier.HBM] > scene.hbm,
+    }.items():
+        monkeypatch.setattr(f"hetero.rehearse.plan.{name}", made)
+
+    scene: Any = SimpleNamespace(hbm=HBM, host=HOST, again=False, config=None)
+    fitted = until_it_fits(scene)
+
+    assert asked == tried
+    found = [(row.have_bytes, row.needed_bytes) for row in fitted.shortfalls]
+    assert found == ([] if needed is None else [(HBM, needed)])

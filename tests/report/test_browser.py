@@ -132,6 +132,28 @@ def test_pointing_at_a_chart_tells_its_figures_there(shown: Browser) -> None:
     assert shown.ask("document.querySelector('.tip').hidden")
 
 
+def test_figures_at_rest_are_of_what_the_chart_shows(shown: Browser) -> None:
+    chart = "document.querySelector('[data-tier=HBM]')"
+    shown.ask(f"{chart}.focus()")
+    for key in ("0", *"++++++"):
+        shown.press(key, key)
+    shown.ask("document.activeElement.blur()")
+    at = shown.ask(f"{chart}.querySelector('.u-legend .u-value').textContent")
+    begin, end = shown.ask("document.querySelector('#range').textContent").split(" to ")
+    shown.ask(f"{chart}.focus()")
+    shown.press("0", "0")
+    highest = shown.ask(f"{chart}.querySelector('.u-legend .u-value').textContent")
+
+    assert 0 < seconds(begin) <= seconds(at) <= seconds(end)
+    assert not seconds(begin) <= seconds(highest) <= seconds(end)  # that of the whole run
+
+
+def seconds(said: str) -> float:
+    """Return a time that the page says, as 12.5 ms."""
+    number, unit = said.split()
+    return float(number) * {"s": 1.0, "ms": 1e-3, "us": 1e-6}[unit]
+
+
 def test_still_pictures_are_seen_on_paper_alone(shown: Browser) -> None:
     display = "getComputedStyle(document.querySelector('[data-tier=HBM] .still')).display"
 
