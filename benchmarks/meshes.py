@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 from benchmarks.engine import Figure, Figures
 from benchmarks.plan import machine_file
 from hetero.errors import ConfigError
+from hetero.plan.figures import Figure as Measured
 from hetero.plan.hardware import find
-from hetero.plan.machine import Figure as Measured
 from hetero.plan.presets import PRESETS
 from hetero.plan.shape import DecoderShape, shape_of
 from hetero.rehearse.meshes import MeshPlan, plan_mesh

@@ -29,8 +29,8 @@ from hetero.device import open_device
 from hetero.errors import BudgetError, ConfigError
 from hetero.io import Folder
 from hetero.memory.extent import PinUse
+from hetero.plan.figures import Figure as Measured
 from hetero.plan.hardware import dump, find
-from hetero.plan.machine import Figure as Measured
 from hetero.plan.machine import MachineProfile
 from hetero.recipes.calibrate import CalibrationRun, profile_of
 from hetero.recipes.facts import look

@@ -19,9 +19,10 @@ from typing import Any, NamedTuple
 from hetero.config import Config
 from hetero.errors import BudgetError, HeteroError
 from hetero.events import Event
+from hetero.rehearse.attempts import Fitted, overflows
 from hetero.rehearse.models import describe
 from hetero.rehearse.named import machine
-from hetero.rehearse.plan import Fitted, Plan, drawn, overflows, plan, scene_of
+from hetero.rehearse.plan import Plan, drawn, plan, scene_of
 from hetero.rehearse.rehearsal import rehearse
 
 SEQUENCE = 4096

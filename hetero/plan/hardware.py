@@ -23,8 +23,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from hetero.errors import ConfigError
 from hetero.parse import Unparsable, read_text, toml_of
+from hetero.plan.figures import Figure, KeyForm, Table, form_of
 from hetero.plan.lint import broken, doubtful
-from hetero.plan.machine import Citation, Figure, Io, KeyForm, MachineProfile, Table, form_of
+from hetero.plan.machine import Citation, Io, MachineProfile
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

@@ -13,19 +13,8 @@ from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from hetero.plan.machine import (
-    DTYPES,
-    ONE_RAM,
-    Direction,
-    Dtype,
-    Figure,
-    Host,
-    KeyForm,
-    MachineProfile,
-    Matmul,
-    Table,
-    form_of,
-)
+from hetero.plan.figures import Figure, KeyForm, Table, form_of
+from hetero.plan.machine import DTYPES, ONE_RAM, Direction, Dtype, Host, MachineProfile, Matmul
 from hetero.plan.rates import Rows, axes
 
 GIB = 2**30

@@ -24,6 +24,7 @@ from hetero.device import open_device
 from hetero.errors import ConfigError, StorageError
 from hetero.mounts import mount_of
 from hetero.parallel.launch import launch
+from hetero.plan.figures import Figure, Table
 from hetero.plan.hardware import dump, lint, load
 from hetero.plan.lint import card_of, entries
 from hetero.plan.machine import (
@@ -31,7 +32,6 @@ from hetero.plan.machine import (
     Citation,
     Direction,
     Duplex,
-    Figure,
     Gpu,
     Host,
     LinkRates,
@@ -40,7 +40,6 @@ from hetero.plan.machine import (
     Overlap,
     Peaks,
     Quality,
-    Table,
     ThreadRates,
 )
 from hetero.plan.rates import axes, grid_rate, side_of

@@ -11,7 +11,8 @@ from typing import NamedTuple
 from hetero.io import File, Folder
 from hetero.memory.extent import PinUse
 from hetero.memory.pool import N_THREADS
-from hetero.plan.machine import DriveRates, Figure, Io
+from hetero.plan.figures import Figure
+from hetero.plan.machine import DriveRates, Io
 from hetero.recipes.probes import GIB, KIB, Probe, Rig
 from hetero.recipes.readings import RUN, Readings, Samples, rounded
 from hetero.recipes.work import SIZE, raw

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from hetero.errors import DivergenceError, StorageError
-from hetero.plan.machine import Figure, Table
+from hetero.plan.figures import Figure, Table
 from hetero.recipes.probes import Group, Pace, Probe, Rig
 
 DIGITS = 4  # of a measured number: the rest is noise

@@ -22,7 +22,8 @@ from hetero.parallel.circles import (
     machines_of,
 )
 from hetero.parallel.launch import Launch
-from hetero.plan.machine import Figure, InterNet, Net
+from hetero.plan.figures import Figure
+from hetero.plan.machine import InterNet, Net
 from hetero.recipes.probes import Pace, Probe, Rig
 from hetero.recipes.readings import Readings, Watch, take_readings
 

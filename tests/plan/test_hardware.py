@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from hetero.errors import ConfigError
 from hetero.plan import hardware
+from hetero.plan.figures import Figure, Table
 from hetero.plan.hardware import dump, find, lint, load, names, parse
 from hetero.plan.lint import BROKEN, DOUBTFUL, card_of, entries
-from hetero.plan.machine import Figure, MachineProfile, Table
+from hetero.plan.machine import MachineProfile
 from hetero.plan.rates import curve_seconds, grid_rate, interpolated
 from hetero.types import Lane
 

@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from hetero.plan.figures import Figure
 from hetero.plan.hardware import find
-from hetero.plan.machine import Figure, InterNet, MachineProfile, Net
+from hetero.plan.machine import InterNet, MachineProfile, Net
 from hetero.plan.network import (
     exchange_seconds,
     gather_seconds,

@@ -14,8 +14,9 @@ import hetero
 from hetero.api import engine_of, prepare_tuned
 from hetero.config import Config
 from hetero.errors import DivergenceError, RankLost
+from hetero.plan.figures import Figure
 from hetero.plan.hardware import find
-from hetero.plan.machine import Figure, InterNet, Net
+from hetero.plan.machine import InterNet, Net
 from hetero.rehearse.rehearsal import Scene, rehearse
 from hetero.testing.ranks import run_ranks
 from hetero.train.engine.tuning import Tuning

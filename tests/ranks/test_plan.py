@@ -16,8 +16,9 @@ from hetero import ConfigError
 from hetero.api import engine_of, prepare_tuned
 from hetero.config import Config
 from hetero.memory.parcel import SPARE_BYTES
+from hetero.plan.figures import Figure
 from hetero.plan.hardware import dump, find
-from hetero.plan.machine import Figure, InterNet, Net
+from hetero.plan.machine import InterNet, Net
 from hetero.recipes.gpt import GPT, GPTConfig
 from hetero.rehearse.rehearsal import Scene, rehearse
 from hetero.testing.ranks import run_ranks

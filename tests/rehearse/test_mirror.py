@@ -12,8 +12,9 @@ from hetero.device import Device, SimDevice
 from hetero.dry import DryDevice
 from hetero.errors import ConfigError
 from hetero.events import EventLog
+from hetero.plan.figures import Figure
 from hetero.plan.hardware import find
-from hetero.plan.machine import Figure, InterNet, MachineProfile, Net
+from hetero.plan.machine import InterNet, MachineProfile, Net
 from hetero.plan.network import gather_seconds, on_machines
 from hetero.rehearse.mirror import mirrored, ranks_of
 from hetero.types import Lane

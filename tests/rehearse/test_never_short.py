@@ -16,7 +16,8 @@ from torch import nn
 
 import hetero
 from benchmarks.plan import Convolutions
-from hetero.rehearse.plan import BUDGETS, Plan
+from hetero.rehearse.attempts import BUDGETS
+from hetero.rehearse.plan import Plan
 from tests.equivalence.zoo import BY_NAME
 from tests.rehearse.test_identity import ZOO, WithTargets
 

@@ -17,8 +17,8 @@ from torch import nn
 import hetero
 from hetero.errors import ConfigError, StateError
 from hetero.events import EventLog
+from hetero.plan.figures import Figure
 from hetero.plan.hardware import dump, find
-from hetero.plan.machine import Figure
 from hetero.recipes.gpt import GPT, GPTConfig
 from hetero.rehearse.plan import Plan, plan, scalar_of
 from hetero.train.activations.meter import LiveBytes

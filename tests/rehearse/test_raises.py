@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from hetero.errors import BudgetError
-from hetero.rehearse.plan import until_it_fits
+from hetero.rehearse.attempts import until_it_fits
 from hetero.rehearse.raises import EXACT_RAISES, MOST_INSTEAD, Raises
 from hetero.types import Tier
 
@@ -95,7 +95,7 @@ def test_a_model_that_neither_stays_nor_pages_needs_a_card_on_which_it_stays(
         "with_budget": lambda scene, field, n: changed(scene, **{field: n}),
         "overflows": lambda scene, found: not found.uses and found.peaks[Tier.HBM] > scene.hbm,
     }.items():
-        monkeypatch.setattr(f"hetero.rehearse.plan.{name}", made)
+        monkeypatch.setattr(f"hetero.rehearse.attempts.{name}", made)
 
     scene: Any = SimpleNamespace(hbm=HBM, host=HOST, again=False, config=None)
     fitted = until_it_fits(scene)

@@ -19,8 +19,8 @@ from hetero.device import SimDevice
 from hetero.dry import DryDevice
 from hetero.jobs import Portable
 from hetero.memory.codec import NF4
+from hetero.plan.figures import Figure
 from hetero.plan.hardware import find
-from hetero.plan.machine import Figure
 from hetero.plan.rates import attention_flops
 from hetero.rehearse.clock import OpClock, touched_bytes
 from hetero.rehearse.disk import DryDisk
