@@ -79,6 +79,54 @@ def test_addends_of_a_rank_add_up_before_they_are_exchanged(pattern: str) -> Non
         assert_same(each, expected)
 
 
+BF16 = {**RUN.settings, "hbm": 80_000, "precision": "bf16"}
+PASSES = 3
+
+
+def averages(rank: int, keeps: bool) -> list[torch.Tensor]:
+    """Make one step of bf16 weights with masters; returns AdamW's averages of gradients."""
+    model, plain = built(RUN)
+    model, optimizer = hetero.prepare(model, plain, mesh="world", **BF16)
+    for number in range(PASSES):
+        kept = keeps and number < PASSES - 1
+        with hetero.no_sync(model) if kept else nullcontext():
+            loss_of(model, RUN, number, rank).backward()
+    optimizer.step()
+    state = optimizer.state_dict()["state"]
+    values = [torch.as_tensor(state[number]["exp_avg"]).clone() for number in sorted(state)]
+    hetero.release(model, optimizer)
+    return values
+
+
+def averages_by_hand(keeps: bool) -> list[torch.Tensor]:
+    model, optimizer = built(RUN)
+    model.to(torch.bfloat16)
+    params = list(model.parameters())
+    sums: list[torch.Tensor | None] = [None] * len(params)
+    local: list[list[torch.Tensor]] = [[], []]
+    for number in range(PASSES):
+        for rank in range(2):
+            grads = list(torch.autograd.grad(loss_of(model, RUN, number, rank), params))
+            known = local[rank]
+            local[rank] = [a.add_(b) for a, b in zip(known, grads, strict=True)] if known else grads
+        for mine in local if number == PASSES - 1 or not keeps else ():
+            for i, grad in enumerate(mine):
+                addend, so_far = grad.float() * (1 / 2), sums[i]
+                sums[i] = addend if so_far is None else so_far.add_(addend)
+            mine.clear()
+    beta, _ = optimizer.defaults["betas"]
+    return [torch.zeros_like(total).lerp_(total, 1 - beta) for total in sums if total is not None]
+
+
+def test_masters_take_addends_in_fp32_and_what_adds_up_before_in_bf16() -> None:
+    together, apart = averages_by_hand(True), averages_by_hand(False)
+    assert any(not torch.equal(a, b) for a, b in zip(together, apart, strict=True))
+
+    for keeps, expected in ((True, together), (False, apart)):
+        for values in run_ranks(2, averages, keeps):
+            assert all(torch.equal(a, b) for a, b in zip(values, expected, strict=True)), keeps
+
+
 def never_synced(rank: int) -> Any:
     model, plain = built(RUN)
     model, optimizer = hetero.prepare(model, plain, mesh="world", **RUN.settings)
