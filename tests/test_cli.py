@@ -249,6 +249,28 @@ def test_a_report_on_a_folder_of_checkpoints_is_of_its_newest_recording() -> Non
     assert recorded_in("runs/2") == Path("runs/2")
 
 
+@pytest.mark.parametrize("path", ["runs", "runs/2", "runs/2/step-6", "runs/2/run/report.html"])
+def test_a_report_of_a_page_a_checkpoint_or_all_runs_is_of_the_run_that_it_leads_to(
+    path: str,
+) -> None:
+    for n in (1, 2):
+        Path(f"runs/{n}/run").mkdir(parents=True)
+        Path(f"runs/{n}/step-6").mkdir()
+        Path(f"runs/{n}/run/report.html").write_text("")
+        Path(f"runs/{n}/run/meta.json").write_text("{}")
+        os.utime(f"runs/{n}/run/meta.json", ns=(0, 2**50 + n))
+
+    assert recorded_in(path) == Path("runs/2/run")
+
+
+def test_the_runs_of_ranks_stay_together() -> None:
+    for rank in range(2):
+        Path(f"all/rank-{rank}").mkdir(parents=True)
+        Path(f"all/rank-{rank}/meta.json").write_text("{}")
+
+    assert recorded_in("all") == Path("all")
+
+
 def test_train_records_where_it_is_told_to_or_not_at_all() -> None:
     there, nowhere = (last_json(call(f"{TINY} --json --record {name}")) for name in ("a/b", "none"))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from pathlib import Path
 
 from hetero.errors import ConfigError
@@ -56,12 +57,27 @@ def free_folder(path: Path) -> Path:
 
 
 def recorded_in(folder: str | Path) -> Path:
-    """Return the folder of the newest recording: ``folder``, or one next to its checkpoints."""
+    """Return the folder of the newest recording that a path leads to.
+
+    That is the path itself, or next to checkpoints in it, or in a run in it. A page, and a
+    checkpoint, lead to the run that they are of.
+    """
     given = Path(folder)
-    if (given / META).exists():
-        return given
-    there = itertools.takewhile(lambda p: (p / META).exists(), numbered(given / RECORDING))
-    return max(there, key=lambda p: (p / META).stat().st_mtime_ns, default=given)
+    inside = given.is_file() or given.name.startswith("step-")
+    for place in (given, given.parent) if inside else (given,):
+        if (place / META).exists():
+            return place
+        there = [*recordings(place)]
+        if not there and not any(place.glob(f"*/{META}")):  # those are of the ranks of one run
+            there = [found for run in place.glob("*") for found in recordings(run)]
+        if there:
+            return max(there, key=lambda p: (p / META).stat().st_mtime_ns)
+    return given
+
+
+def recordings(run: Path) -> Iterator[Path]:
+    """Yield the recordings next to a run's checkpoints."""
+    return itertools.takewhile(lambda p: (p / META).exists(), numbered(run / RECORDING))
 
 
 def numbered(path: Path) -> itertools.chain[Path]:

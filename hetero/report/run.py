@@ -176,7 +176,8 @@ class Run:
             why = f"{META}: {error.strerror}" if isinstance(error, OSError) else error
             raise ConfigError(
                 f"{folder} is no run: {why}",
-                advice=f"name a directory with {META} and {EVENTS} in it",
+                advice="name the directory that hetero.profile wrote, or a run of hetero train, as"
+                f" runs/1: there are {META} and {EVENTS} in it",
             ) from error
         return cls.of(meta, read_events(folder / EVENTS, meta), read_values(folder))
 

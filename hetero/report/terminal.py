@@ -105,7 +105,8 @@ def tiers(measured: Measured, style: Style) -> Table:
 def tier_cells(peak: Peak) -> tuple[str, ...]:
     budget = peak.budget_bytes
     owned = sorted(peak.categories.items(), key=lambda row: -row[1])[:OWNERS]
-    where = f"step {peak.step} {peak.phase}" if peak.step >= 0 else peak.phase
+    phase = "optimizer" if peak.phase == "step" else peak.phase
+    where = f"step {peak.step}, {phase}" if peak.step >= 0 else phase
     return (
         format_bytes(peak.n_bytes),
         "no limit" if budget is None else format_bytes(budget),

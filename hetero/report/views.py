@@ -83,7 +83,10 @@ def doubts(measured: Measured) -> Iterator[str]:
     for line in measured.timelines.values():
         if line.excess_bytes:
             more = format_bytes(line.excess_bytes)
-            yield f"{line.tier}: activations passed what was reserved for them by up to {more}."
+            yield (
+                f"{line.tier}: activations took up to {more} more than was set aside for them;"
+                " in a first step, which measures them, nothing is."
+            )
     for peak in measured.peaks.values():
         over = peak.n_bytes - (peak.budget_bytes or peak.n_bytes)
         if over > 0:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from hetero.report.make import report
+from hetero.report.values import Value
 
 from .browser import CHROMIUM, Browser, browser
 from .synthetic import paged
@@ -146,6 +148,21 @@ def test_figures_at_rest_are_of_what_the_chart_shows(shown: Browser) -> None:
 
     assert 0 < seconds(begin) <= seconds(at) <= seconds(end)
     assert not seconds(begin) <= seconds(highest) <= seconds(end)  # that of the whole run
+
+
+def test_a_loss_that_changes_little_is_seen_to_change(folder: Path, tmp_path: Path) -> None:
+    values = tuple(Value(1_000_000 * (1 + n), "loss", 5.5 - 0.01 * n) for n in range(1, 9))
+    report(replace(paged(8), values=values), tmp_path / "report.html")
+    with browser(tmp_path) as page:
+        page.open(tmp_path / "report.html")
+        shown = page.ask("document.querySelector('[data-value=loss] .u-over').clientHeight")
+        rows = """(c => { const d = c.getContext('2d').getImageData(0, 0, c.width, c.height).data;
+            const ink = []; for (let i = 0; i < d.length; i += 4)
+            if (d[i + 3] > 200 && d[i] < 60 && d[i + 1] < 60) ink.push(Math.floor(i / 4 / c.width));
+            return Math.max(...ink) - Math.min(...ink); })"""
+        high = page.ask(f"{rows}(document.querySelector('[data-value=loss] canvas'))")
+
+    assert high > shown / 3
 
 
 def seconds(said: str) -> float:

@@ -203,7 +203,7 @@ def test_json_is_the_summary_with_its_claims(folder: Path) -> None:
 def test_a_directory_that_is_no_run_is_unusable(tmp_path: Path) -> None:
     done = call(tmp_path)
 
-    assert done.exit_code == 2 and "Advice: name a directory" in done.output
+    assert done.exit_code == 2 and "Advice: name the directory" in done.output
 
 
 @pytest.mark.parametrize("option", ["--output", "--png", "--perfetto"])

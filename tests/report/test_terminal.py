@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
 
 from hetero.report.advice import advise
 from hetero.report.measure import Measured, measure
-from hetero.report.terminal import show
+from hetero.report.terminal import show, tier_cells
 
 from .synthetic import paged, plain
 
@@ -25,6 +26,13 @@ def test_the_summary_of_a_recorded_run_fits_on_a_screen(measured: Measured) -> N
 
     assert len(text.splitlines()) <= 40
     assert all(name in text for name in ("HBM", "HOST", "NVMe", "compute, forward", "Try 1"))
+
+
+def test_the_phase_of_an_optimizers_step_is_not_called_a_step(measured: Measured) -> None:
+    peak = replace(measured.peaks["HOST"], step=3, phase="step", unit="")
+    said = tier_cells(peak)
+
+    assert said[3] == "step 3, optimizer"
 
 
 def test_without_a_terminal_everything_is_ascii(measured: Measured) -> None:

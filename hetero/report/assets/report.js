@@ -236,7 +236,7 @@
     const top = tier.budget && tier.budget < 4 * tier.peak ? Math.max(tier.budget, tier.peak)
       : tier.peak;
     const chart = plot(place, [times, ...order.map((i) => tops[i])], series, 240, {
-      y: { range: [0, top * 1.12 || 1] },
+      y: { range: [0, top * 1.2 || 1] }, // names of steps stand above the highest line's
       axis: { incrs: INCREMENTS, values: (u, ticks) => ticks.map(bytes), space: 34 },
       draw: [strip,
         (u) => level(u, tier.budget, `budget ${bytes(tier.budget)}`, 'bad', [6, 4]),
@@ -250,7 +250,11 @@
     const chart = plot(place, [times, curve.v], [{ label: curve.name, stroke: () => colour('ink'), width: 1.5,
       points: { show: times.length < 60 },
       value: (u, v) => (v == null ? '' : String(+v.toPrecision(5))) }], 130, {
-      y: { range: (u, low, high) => [Math.min(0, low), (high || 1) * 1.1] },
+      y: { range: (u, low, high) => { // a rate from 0; of another value its changes are looked at
+        const from = curve.name.endsWith('/s') ? Math.min(0, low) : low;
+        const room = high - from || Math.abs(high) || 1;
+        return [from === low ? low - room * 0.1 : from, high + room * 0.4];
+      } },
       axis: { space: 24 }, draw: [strip],
     });
     chart.lastShown = true;
