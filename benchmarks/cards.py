@@ -115,13 +115,15 @@ def frugal(plan_with: Callable[..., Plan]) -> Plan:
     host = host_of(found)
     kept = host.peak_bytes - host.at_peak.get(Kind.ACTIVATION.value, 0)
     budget = math.ceil(1.05 * kept / GIB + 1) * GIB
-    if budget >= host.peak_bytes:
-        return found
-    try:
-        less = plan_with(host=budget)
-    except BudgetError:
-        return found
-    return less if less.fits and less.step_seconds < LONGER * found.step_seconds else found
+    while budget < host.peak_bytes:
+        try:
+            less = plan_with(host=budget)
+        except BudgetError:
+            return found
+        if less.fits and less.step_seconds < LONGER * found.step_seconds:
+            return less
+        budget *= 2
+    return found
 
 
 def host_of(found: Plan) -> TierPlan:

@@ -37,10 +37,11 @@ def test_a_cell_that_cannot_be_planned_says_why() -> None:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "fits", "taken"), [(1.04, True, 12), (1.06, True, 40), (1.0, False, 40)]
+    ("seconds", "fits", "taken", "tried"),
+    [(1.04, True, 12, [12]), (1.06, True, 40, [12, 24]), (1.0, False, 40, [12, 24])],
 )
 def test_a_cell_has_little_ram_where_that_costs_little_time(
-    seconds: float, fits: bool, taken: int
+    seconds: float, fits: bool, taken: int, tried: list[int]
 ) -> None:
     asked = []
 
@@ -51,7 +52,7 @@ def test_a_cell_has_little_ram_where_that_costs_little_time(
         return planned(seconds, 12, {"param": 10 * GIB, "activation": 2 * GIB}, fits)
 
     assert cards.host_of(cards.frugal(plan_with)).peak_bytes == taken * GIB
-    assert asked == [None, 12 * GIB]
+    assert asked == [None, *(gib * GIB for gib in tried)]
 
 
 def test_a_cell_without_activations_in_ram_is_planned_once() -> None:
