@@ -204,6 +204,22 @@ def run_backward(loss: torch.Tensor) -> None:
     )
 
 
+def backward_of_inputs(output: torch.Tensor, given: torch.Tensor, module: torch.nn.Module) -> Any:
+    """Compute the gradient of what a stage was given, and leave it there; returns what
+    `backward_of_weights` needs."""
+    run = find(HALVES, "stage_backward_input")
+    _, groups = run([output], None, [given], module.parameters())
+    return groups
+
+
+def backward_of_weights(module: torch.nn.Module, groups: Any) -> None:
+    """Compute the gradients of a stage's weights, as torch's schedules do after others'."""
+    find(HALVES, "stage_backward_weight")(module.parameters(), groups)
+
+
+HALVES = "torch.distributed.pipelining._backward"
+
+
 # -- storages ------------------------------------------------------------------------------------
 
 storage_uses: Callable[[int], int] = _FOUND["torch._C._storage_Use_Count"]

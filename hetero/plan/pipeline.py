@@ -25,10 +25,11 @@ KINDS = {
 """Schedules whose backwards come in the order of micro-batches, by name: torch's."""
 HALVED = ("interleaved-zb", "zbv", "dualpipev")
 """Those that compute gradients of weights apart from those of inputs."""
+LOOPED = (INTERLEAVED, "interleaved-zb")
+"""Those that go round the ranks several times."""
 V_SHAPED = ("zbv", "dualpipev")
 """Those whose ranks have two stages each, the first rank the first and the last."""
-SCHEDULES = ("1f1b", "gpipe", INTERLEAVED)
-"""Those that are planned."""
+SCHEDULES = tuple(KINDS)
 
 
 class Pass(NamedTuple):
@@ -38,6 +39,8 @@ class Pass(NamedTuple):
     forward: bool
     turn: int = 0
     """Which of its rank's stages runs it, the one with the first layers first."""
+    half: str = ""
+    """Of a backward: I for gradients of inputs, W for those of weights; empty for both."""
 
 
 WHOLE_BATCH = (Pass(0, forward=True), Pass(0, forward=False))
@@ -46,17 +49,22 @@ WHOLE_BATCH = (Pass(0, forward=True), Pass(0, forward=False))
 def round_of(schedule: str, n_ranks: int, n_batches: int, n_turns: int) -> int:
     """Return how many micro-batches a stage runs before its rank turns to its next one.
 
-    Raises ConfigError for a schedule that has no order here, or that cannot have this one.
+    Schedules of halves have no rounds: all micro-batches are one. Raises ConfigError for a schedule
+    that has no order, or that cannot have this one.
     """
     if schedule not in SCHEDULES:
         raise ConfigError(
             f"schedule={schedule!r} is not planned", advice=f"use one of {', '.join(SCHEDULES)}"
         )
-    if (schedule == INTERLEAVED) != (n_turns > 1):
+    takes = n_turns == 2 if schedule in V_SHAPED else (n_turns > 1) == (schedule in LOOPED)
+    if not takes:
         raise ConfigError(
             f"schedule={schedule!r} with {n_turns} stages a rank",
-            advice=f"{INTERLEAVED} takes 2 or more, 1f1b and gpipe take one",
+            advice=f"{' and '.join(LOOPED)} take 2 or more, {' and '.join(V_SHAPED)} 2, the others"
+            " one",
         )
+    if schedule in HALVED:
+        return n_batches
     rounds = max(1, n_batches // n_ranks) if n_turns > 1 else 1
     if n_batches % rounds:
         raise ConfigError(
@@ -66,16 +74,25 @@ def round_of(schedule: str, n_ranks: int, n_batches: int, n_turns: int) -> int:
     return n_batches // rounds
 
 
+def ranks_of(schedule: str, n_ranks: int, n_turns: int) -> list[int]:
+    """Return the rank of each stage."""
+    ranks = list(range(n_ranks))
+    return [*ranks, *reversed(ranks)] if schedule in V_SHAPED else ranks * n_turns
+
+
 def order_of(
     schedule: str, n_ranks: int, n_batches: int, rank: int, n_turns: int = 1, at_once: int = 0
 ) -> list[Pass]:
-    """Return what a rank does in a step; ConfigError for what `round_of` refuses.
+    """Return what a rank does in a step, of a schedule without halves; ConfigError for what
+    `round_of` refuses.
 
     Args:
         n_turns: stages of a rank: of so many times ``n_ranks``, each ``n_ranks``-th one.
         at_once: micro-batches of a round; 0: `round_of`. Without turns it says nothing.
     """
     at_once = at_once or round_of(schedule, n_ranks, n_batches, n_turns)
+    if schedule in HALVED:
+        raise ValueError(f"the order of {schedule!r} is torch's own")
     turns = [step // at_once % n_turns for step in range(n_batches * n_turns)]
     forwards = [Pass(n, forward=True, turn=turn) for n, turn in numbered(turns)]
     backwards = [Pass(n, forward=False, turn=n_turns - 1 - turn) for n, turn in numbered(turns)]
@@ -96,10 +113,10 @@ def numbered(turns: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 def most_in_flight(order: Sequence[Pass]) -> int:
-    """Return how many micro-batches wait for their backward at once."""
+    """Return how many micro-batches wait for their backward, or its second half, at once."""
     most = now = 0
     for each in order:
-        now += 1 if each.forward else -1
+        now += 1 if each.forward else -(each.half != "I")
         most = max(most, now)
     return most
 
@@ -128,13 +145,15 @@ def played(
     orders: Sequence[Sequence[Pass]],
     seconds: PassSeconds,
     send_seconds: Callable[[int], float] = lambda stage: 0.0,
+    ranks: Sequence[int] = (),
 ) -> Played:
     """Run all ranks' orders.
 
-    ``send_seconds`` is the time between stage n and n + 1, either way.
+    ``send_seconds`` is the time between stage n and n + 1, either way; ``ranks`` are those of each
+    stage, which go round the ranks if it is left out.
     """
     n_turns = 1 + max((each.turn for order in orders for each in order), default=0)
-    sent = _Sent(len(orders), n_turns, send_seconds)
+    sent = _Sent(ranks or [*range(len(orders))] * n_turns, send_seconds)
     places, clocks = [0] * len(orders), [0.0] * len(orders)
     busy = [0.0] * len(orders)
     left = sum(map(len, orders))
@@ -158,20 +177,24 @@ def played(
 
 
 class _Sent:
-    """When passes were done, and what they sent is there. Stages go round the ranks."""
+    """When passes were done, and what they sent is there."""
 
-    def __init__(self, n_ranks: int, n_turns: int, seconds: Callable[[int], float]) -> None:
-        self._n_ranks = n_ranks
-        self._n_stages = n_ranks * n_turns
+    def __init__(self, ranks: Sequence[int], seconds: Callable[[int], float]) -> None:
+        self._stages = [[s for s, r in enumerate(ranks) if r == rank] for rank in {*ranks}]
+        self._n_stages = len(ranks)
         self._seconds = seconds
         self._done: dict[tuple[int, int, bool], float] = {}
 
     def done(self, rank: int, here: Pass, at: float) -> None:
-        self._done[self._stage(rank, here), here.batch, here.forward] = at
+        """Note a pass; the second half of a backward sends nothing."""
+        if here.half != "W":
+            self._done[self._stages[rank][here.turn], here.batch, here.forward] = at
 
     def arrival(self, rank: int, here: Pass) -> float | None:
         """Return when what a pass needs is there; None if another stage has not made it."""
-        stage = self._stage(rank, here)
+        stage = self._stages[rank][here.turn]
+        if here.half == "W":
+            return self._done.get((stage, here.batch, False))
         needs = stage - 1 if here.forward else stage + 1
         if not here.forward and (stage, here.batch, True) not in self._done:
             return None
@@ -179,6 +202,3 @@ class _Sent:
             return 0.0
         made = self._done.get((needs, here.batch, here.forward))
         return None if made is None else made + self._seconds(min(needs, stage))
-
-    def _stage(self, rank: int, here: Pass) -> int:
-        return here.turn * self._n_ranks + rank

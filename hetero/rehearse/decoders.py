@@ -185,6 +185,8 @@ class Decoder(nn.Module):
     def __init__(self, shape: DecoderShape, share: StageShare) -> None:
         super().__init__()
         self.shape, self.share = shape, share
+        self.inbox: list[torch.Tensor] | None = None
+        """What the stage before sent, noted where its gradient is asked for."""
         self.body_name = "model" if shape.kind in LLAMAS else "transformer"
         kinds = {"gpt2": GPT2Body, "bloom": BloomBody}
         self.add_module(self.body_name, kinds.get(shape.kind, LlamaBody)(shape, share))
@@ -235,7 +237,10 @@ class Decoder(nn.Module):
             return tokens
         dtype = next(self.parameters()).dtype
         size = *tokens.shape, self.shape.width
-        return torch.empty(size, dtype=dtype, device=tokens.device, requires_grad=True)
+        found = torch.empty(size, dtype=dtype, device=tokens.device, requires_grad=True)
+        if self.inbox is not None:
+            self.inbox.append(found)
+        return found
 
 
 def causal_loss(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,15 +18,23 @@ from hetero.parallel.mesh import (
     check_axes,
     refuse_context,
 )
+from hetero.parallel.orders import order_of as torchs
+from hetero.parallel.splitting import kind_of
 from hetero.plan.machine import MachineProfile
 from hetero.plan.pipeline import (
+    HALVED,
     INTERLEAVED,
+    KINDS,
+    LOOPED,
     SCHEDULES,
+    V_SHAPED,
     Pass,
     order_of,
+    ranks_of,
     round_of,
 )
-from hetero.plan.shape import KINDS, DecoderShape, check_divides, shape_of
+from hetero.plan.shape import KINDS as DECODERS
+from hetero.plan.shape import DecoderShape, check_divides, shape_of
 from hetero.rehearse.mirror import NO_CONTEXT
 from hetero.rehearse.models import POSITIONS
 from hetero.rehearse.named import config_of, machine
@@ -81,10 +89,28 @@ class MeshWork:
             return 1
         return round_of(self.schedule, self.depth, self.n_passes, self.n_turns)
 
+    @property
+    def ranks(self) -> list[int]:
+        """Of each stage, its rank of the pipeline."""
+        return ranks_of(self.schedule, self.depth, self.n_turns)
+
     def order(self, rank: int, n_passes: int | None = None) -> list[Pass]:
         """Return what a rank does in a step of so many passes; None: as many as there are."""
         n = n_passes or self.n_passes
+        if self.schedule in HALVED:
+            return [*halves_of(self.schedule, self.ranks, n, rank)]
         return order_of(self.schedule, self.depth, n, rank, self.n_turns, self.at_once)
+
+
+def halves_of(schedule: str, ranks: Sequence[int], n_passes: int, rank: int) -> Iterator[Pass]:
+    """Yield what torch's schedule of halves does on a rank; the first stage has no gradients of
+    inputs, and makes whole backwards."""
+    mine = [stage for stage, owner in enumerate(ranks) if owner == rank]
+    for kind, stage, batch in torchs(kind_of(KINDS[schedule]), ranks, n_passes, rank):
+        is_whole = kind == "B" or (kind == "W" and stage == 0)
+        if kind != "I" or stage:
+            half = "" if kind == "F" or is_whole else kind
+            yield Pass(batch, kind == "F", mine.index(stage), half)
 
 
 def mesh_work(
@@ -105,8 +131,8 @@ def mesh_work(
     if shape is None:
         raise ConfigError(
             f"{name}: a mesh with stages or divided tensors is planned of a published decoder",
-            advice=f"name one, or a configuration of {', '.join(KINDS)} that says no more than its"
-            " sizes",
+            advice=f"name one, or a configuration of {', '.join(DECODERS)} that says no more"
+            " than its sizes",
         )
     sizes = sizes_of_axes(known.mesh or {})
     check_divides(shape, sizes[TENSOR])
@@ -115,6 +141,13 @@ def mesh_work(
             f"schedule={schedule!r}, exchange={exchange!r}",
             advice=f"schedules are {', '.join(SCHEDULES)}; exchanges are after each"
             f" {' or '.join(EXCHANGES)}",
+        )
+    apart = [axis for axis in (SHARD, REPLICATE, TENSOR) if sizes[axis] > 1]
+    if schedule in HALVED and apart:
+        raise ConfigError(
+            f"schedule={schedule!r} with {apart[0]}: ranks of it do not sum gradients that are"
+            " computed between passes",
+            advice=f"use 1f1b or {INTERLEAVED}",
         )
     if known.fused_loss and sizes[STAGES] > 1:
         raise ConfigError(
@@ -135,12 +168,13 @@ def mesh_work(
         sequence=sequence,
         micro_batch=micro_batch,
         schedule=schedule,
-        n_turns=stages_per_rank or (2 if schedule == INTERLEAVED else 1),
+        n_turns=stages_per_rank or (2 if schedule in (*LOOPED, *V_SHAPED) else 1),
         exchange=exchange,
         config=replace(known, micro_batch=None),
         profile=machine(known),
     )
     round_of(schedule, work.depth, work.n_passes, work.n_turns)  # or it is refused at once
+    work.order(0)
     return work
 
 

@@ -20,7 +20,7 @@ from torch import nn
 from hetero.errors import BudgetError
 from hetero.parallel.mesh import SHARD, STAGES, TENSOR
 from hetero.plan.network import node_size, send_seconds
-from hetero.plan.pipeline import INTERLEAVED, Pass, Played, most_in_flight, played
+from hetero.plan.pipeline import HALVED, KINDS, Pass, Played, most_in_flight, played
 from hetero.plan.shape import StageShare, even_cut
 from hetero.rehearse.decoders import decoder
 from hetero.rehearse.mesh_work import MeshWork, mesh_work
@@ -112,8 +112,8 @@ class MeshPlan:
         if STAGES not in mesh:
             return f"{line}  # {self.n_passes} passes a step"
         given = f", exchange={self.exchange!r}" if self.mesh.get(SHARD, 1) > 1 else ""
-        kind = {"1f1b": "1F1B", "gpipe": "GPipe", INTERLEAVED: "Interleaved1F1B"}[self.schedule]
-        return f"{line}; schedule = found.schedule({self.n_passes}, loss_of{given})  # {kind}"
+        made = f"schedule = found.schedule({self.n_passes}, loss_of{given})"
+        return f"{line}; {made}  # {KINDS[self.schedule]}"
 
     def as_json(self) -> dict[str, Any]:
         """Return it as plain data."""
@@ -136,7 +136,7 @@ class RehearsedStage:
     @property
     def n_passes(self) -> int:
         """Micro-batches that were rehearsed."""
-        return len(self.order) // 2 // len(self.shares)
+        return sum(each.forward for each in self.order) // len(self.shares)
 
     def seconds(self, here: Pass, n_passes: int) -> float:
         """Return the time of a pass in a step of ``n_passes``: the first and the last ones are as
@@ -152,13 +152,17 @@ class RehearsedStage:
 
     @property
     def _middle(self) -> int:
-        """The first micro-batch of the round in the middle."""
+        """The first micro-batch of the round in the middle; of halves, which have no rounds, the
+        one there."""
+        if any(each.half for each in self.order):
+            return self.n_passes // 2
         return self.n_passes // 2 // self.at_once * self.at_once
 
     def through(self, batch: int, n_passes: int, *, forward: bool) -> float:
         """Return the time of a micro-batch through all of its stages."""
-        turns = (Pass(batch, forward, turn) for turn in range(len(self.shares)))
-        return sum(self.seconds(here, n_passes) for here in turns)
+        at = batch if n_passes == self.n_passes else self._middle
+        alike = [p for p in self.order if p.batch == at and p.forward == forward]
+        return sum(self.seconds(here._replace(batch=batch), n_passes) for here in alike)
 
     @property
     def end_seconds(self) -> float:
@@ -186,10 +190,10 @@ def plan_mesh(
         model: the name of a published decoder, or its configuration.
         batch: (samples, positions) of a step, of each rank that has batches of its own.
         settings: as for `hetero.prepare`; ``mesh`` has sizes of pp, dp_replicate, dp_shard and tp;
-            ``micro_batch`` are samples of a pass; ``schedule`` is "1f1b", "gpipe" or
-            "interleaved", with ``stages_per_rank`` (2); ``exchange`` "step" for gradients that are
-            exchanged after the last pass of a step alone (`hetero.no_sync` around the others),
-            "pass" for those of every pass.
+            ``micro_batch`` are samples of a pass; ``schedule`` is "1f1b", "gpipe", "interleaved" or
+            "interleaved-zb", with ``stages_per_rank`` (2), "zbv" or "dualpipev"; ``exchange``
+            "step" for gradients that are exchanged after the last pass of a step alone
+            (`hetero.no_sync` around the others), "pass" for those of every pass.
 
     Raises ConfigError for what cannot be planned.
     """
@@ -201,12 +205,20 @@ def stages_of(work: MeshWork) -> list[RehearsedStage]:
     """Rehearse a rank of each kind of stage; returns that of each rank of a pipeline.
 
     Stages with as many layers are of a kind. Of these the first rank holds most micro-batches, and
-    it is the one that is rehearsed.
+    it is the one that is rehearsed; each rank is, where backwards have halves, whose order differs.
     """
-    cut = even_cut(work.shape, work.depth * work.n_turns, work.sizes[TENSOR])
-    shares = [cut[rank :: work.depth] for rank in range(work.depth)]
-    kinds = [tuple((each.n_layers, each.opens, each.closes) for each in own) for own in shares]
-    seen: dict[tuple[tuple[int, bool, bool], ...], RehearsedStage] = {}
+    ranks = work.ranks
+    cut = even_cut(work.shape, len(ranks), work.sizes[TENSOR])
+    shares = [
+        [share for share, owner in zip(cut, ranks, strict=True) if owner == rank]
+        for rank in range(work.depth)
+    ]
+    kinds: list[tuple[Any, ...]] = [
+        tuple((each.n_layers, each.opens, each.closes) for each in own) for own in shares
+    ]
+    if work.schedule in HALVED:
+        kinds = [(*kind, rank) for rank, kind in enumerate(kinds)]
+    seen: dict[tuple[Any, ...], RehearsedStage] = {}
     for rank, (own, kind) in enumerate(zip(shares, kinds, strict=True)):
         if kind not in seen:
             fits = not any(other.shortfall for other in seen.values())
@@ -281,7 +293,10 @@ def drawn(work: MeshWork, stages: Sequence[RehearsedStage]) -> MeshPlan:
     n = work.n_passes
     orders = [work.order(rank) for rank in range(work.depth)]
     sends = sends_of(work)
-    run = played(orders, lambda at, i: stages[at].seconds(orders[at][i], n), lambda at: sends[at])
+    run = played(
+        *(orders, lambda at, i: stages[at].seconds(orders[at][i], n), lambda at: sends[at]),
+        ranks=work.ranks,
+    )
     ends = (end + stage.end_seconds for end, stage in zip(run.ends, stages, strict=True))
     plans = tuple(stage_plan(work, stage, at) for at, stage in enumerate(stages))
     mesh = {axis: size for axis, size in work.sizes.items() if size > 1}
@@ -316,10 +331,12 @@ def sends_of(work: MeshWork) -> list[float]:
     n_bytes = work.micro_batch * work.sequence * work.shape.width * size
     ranks = work.n_ranks // work.depth  # of a stage, one after the other
     devices = node_size(work.profile, work.n_ranks)
-    nodes = [rank * ranks // devices for rank in range(work.depth)] * work.n_turns
+    nodes = [rank * ranks // devices for rank in range(work.depth)]
     return [
-        send_seconds(work.profile, n_bytes, near=here == there)
-        for here, there in itertools.pairwise(nodes)
+        send_seconds(work.profile, n_bytes, near=nodes[here] == nodes[there])
+        if here != there
+        else 0
+        for here, there in itertools.pairwise(work.ranks)
     ]
 
 

@@ -22,7 +22,7 @@ from hetero.device import lane_threads
 from hetero.dry import DryDevice
 from hetero.errors import BudgetError, ConfigError
 from hetero.events import What
-from hetero.internals import run_backward
+from hetero.internals import backward_of_inputs, backward_of_weights, run_backward
 from hetero.parallel.mesh import TENSOR
 from hetero.plan.activations import Use
 from hetero.plan.hardware import sha256
@@ -372,10 +372,14 @@ def passes(
 ) -> Iterator[float]:
     """Run the forwards and backwards of a step; yields how long each took."""
     losses: dict[tuple[int, int], torch.Tensor] = {}
+    halves: dict[tuple[int, int], Any] = {}
     logged = not isinstance(engine.residence, Paged)
     several = any(each.turn for each in scene.order)
     models = [*scene.model.children()] if several else [scene.model]
-    for at, (batch, is_forward, turn) in enumerate(scene.order):
+    inboxes: dict[int, list[torch.Tensor]] = {e.turn: [] for e in scene.order if e.half}
+    for turn, inbox in inboxes.items():
+        vars(models[turn])["inbox"] = inbox
+    for at, (batch, is_forward, turn, half) in enumerate(scene.order):
         began, name = device.clock(), "forward" if is_forward else "backward"
         alone = scene.exchange_once and at < len(scene.order) - 1
         with (
@@ -384,8 +388,16 @@ def passes(
         ):
             if is_forward:
                 losses[batch, turn] = scene.loss(models[turn](*scene.args, **scene.kwargs))
+            elif half == "I":  # inputs come, and go, in the order of micro-batches
+                output, given = losses.pop((batch, turn)), inboxes[turn].pop(0)
+                halves[batch, turn] = backward_of_inputs(output, given, models[turn])
+                del output, given
+            elif half == "W":
+                backward_of_weights(models[turn], halves.pop((batch, turn)))
             elif scene.optimizer is not None:
                 run_backward(losses.pop((batch, turn)))
+                if inboxes.get(turn):
+                    inboxes[turn].pop(0)
         yield device.clock() - began
 
 

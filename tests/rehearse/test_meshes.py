@@ -17,12 +17,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from hetero.api import engine_of, prepare_tuned
 from hetero.config import Config
 from hetero.errors import ConfigError
-from hetero.internals import run_backward
+from hetero.internals import backward_of_inputs, backward_of_weights, run_backward
 from hetero.parallel.recipe import parallelize
+from hetero.plan.pipeline import HALVED, INTERLEAVED, order_of, played, ranks_of
 from hetero.plan.shape import StageShare, even_cut, shape_of
 from hetero.rehearse import meshes
 from hetero.rehearse.decoders import decoder
-from hetero.rehearse.mesh_work import mesh_work
+from hetero.rehearse.mesh_work import halves_of, mesh_work
 from hetero.rehearse.meshes import (
     MeshPlan,
     plan_mesh,
@@ -72,20 +73,22 @@ def test_a_rank_has_the_parts_of_tensors_that_torch_gives_it(two_ranks: None) ->
 
 
 @pytest.mark.campaign(seconds=2.5)
-@pytest.mark.parametrize("n_turns", [1, 2])
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "interleaved-zb", "zbv", "dualpipev"])
 @pytest.mark.parametrize("rank", range(3), ids=["first", "middle", "last"])
-def test_a_rank_takes_the_bytes_that_it_takes_when_it_runs(rank: int, n_turns: int) -> None:
+def test_a_rank_takes_the_bytes_that_it_takes_when_it_runs(rank: int, schedule: str) -> None:
     """The same passes of the same stages, in one process, with numbers."""
-    settings = {"hbm": "900KB", "device": "cpu:sim", "profile": CPU, "chunk_bytes": 4096}
-    given = {"mesh": {"pp": 3}, "schedule": "interleaved" if n_turns > 1 else "1f1b", **settings}
-    shares = even_cut(DEEP, 3 * n_turns)[rank::3]
+    hbm = "1400KB" if schedule in HALVED else "900KB"
+    settings = {"hbm": hbm, "device": "cpu:sim", "profile": CPU, "chunk_bytes": 4096}
+    given = {"mesh": {"pp": 3}, "schedule": schedule, **settings}
     work = mesh_work({**TINY, "num_hidden_layers": 6}, (6, 16), **given)
+    cut = even_cut(DEEP, len(work.ranks))
+    shares = [share for share, owner in zip(cut, work.ranks, strict=True) if owner == rank]
     order = work.order(rank)
     told = rehearse(scene_of_stage(work, shares, order))
 
     torch.manual_seed(0)
     stages = [decoder(DEEP, share).to_empty(device="cpu") for share in shares]
-    model: Any = nn.ModuleList(stages) if n_turns > 1 else stages[0]
+    model: Any = nn.ModuleList(stages) if len(stages) > 1 else stages[0]
     for param in model.parameters():
         nn.init.normal_(param, std=0.02)
     model, optimizer = prepare_tuned(
@@ -94,11 +97,24 @@ def test_a_rank_takes_the_bytes_that_it_takes_when_it_runs(rank: int, n_turns: i
     tokens = torch.zeros(1, 16, dtype=torch.long)
     for _ in told.steps:
         sent: dict[tuple[int, int], torch.Tensor] = {}
-        for batch, is_forward, turn in order:
+        halves: dict[tuple[int, int], Any] = {}
+        for stage in stages:
+            stage.inbox = [] if schedule in HALVED else None
+        for batch, is_forward, turn, half in order:
+            came = stages[turn].inbox
             if is_forward:
                 sent[batch, turn] = sent_or_loss(stages[turn](input_ids=tokens, labels=tokens))
+            elif half == "I":
+                assert came is not None
+                made = backward_of_inputs(sent.pop((batch, turn)), came.pop(0), stages[turn])
+                halves[batch, turn] = made
+                del made
+            elif half == "W":
+                backward_of_weights(stages[turn], halves.pop((batch, turn)))
             else:
                 run_backward(sent.pop((batch, turn)))
+                if came:
+                    came.pop(0)
         optimizer.step()
         optimizer.zero_grad()
     ledger = engine_of(model).setup.ledger
@@ -169,6 +185,44 @@ def test_several_stages_a_rank_wait_less_and_hold_more() -> None:
     assert twice.paste.endswith("found.schedule(8, loss_of)  # Interleaved1F1B")
 
 
+@pytest.mark.parametrize("schedule", HALVED)
+@pytest.mark.parametrize(("n_ranks", "n_batches"), [(2, 4), (2, 8), (4, 8), (4, 16)])
+def test_equal_parts_of_a_micro_batch_leave_a_third_of_the_bubble(
+    schedule: str, n_ranks: int, n_batches: int
+) -> None:
+    """(p - 1) t beyond the passes, for a forward and halves of t each; interleaved, (p - 1) 3 t.
+    A rank of ZBV waits for its first micro-batch alone (zero bubble)."""
+    ranks = ranks_of(schedule, n_ranks, 2)
+    orders = [[*halves_of(schedule, ranks, n_batches, rank)] for rank in range(n_ranks)]
+    plain = [order_of(INTERLEAVED, n_ranks, n_batches, rank, 2) for rank in range(n_ranks)]
+
+    run = played(
+        orders,
+        lambda rank, at: 1.0 if orders[rank][at].forward or orders[rank][at].half else 2.0,
+        ranks=ranks,
+    )
+    whole = played(plain, lambda rank, at: 1.0 if plain[rank][at].forward else 2.0)
+
+    passes = 2 * 3.0 * n_batches
+    assert run.busy == (passes,) * n_ranks
+    assert run.seconds - passes == n_ranks - 1 == (whole.seconds - passes) / 3
+    if schedule == "zbv":
+        assert [end - passes for end in run.ends] == [*range(n_ranks)]
+
+
+@pytest.mark.parametrize("schedule", ["zbv", pytest.param("dualpipev", marks=pytest.mark.slow)])
+def test_halves_of_backwards_wait_for_less(schedule: str) -> None:
+    deep = {**TINY, "num_hidden_layers": 4}
+    alike = {"profile": "a100-80", "precision": "bf16", "activations": "keep", "mesh": {"pp": 2}}
+    whole, halves = (plan_mesh(deep, (5, 64), schedule=s, **alike) for s in ("1f1b", schedule))
+
+    assert halves.flops == whole.flops
+    assert halves.bubble < whole.bubble
+    assert halves.stages[0].numel + halves.stages[1].numel == sum(s.numel for s in whole.stages)
+    name = {"zbv": "ZBVZeroBubble", "dualpipev": "DualPipeV"}[schedule]
+    assert halves.paste.endswith(f"found.schedule(5, loss_of)  # {name}")
+
+
 @pytest.mark.slow
 def test_many_passes_of_several_stages_are_told_from_few(monkeypatch: pytest.MonkeyPatch) -> None:
     deep = {**TINY, "num_hidden_layers": 4}
@@ -232,7 +286,11 @@ def test_sums_over_tensors_take_the_time_of_the_wire() -> None:
         ({"mesh": {"cp": 2}}, "parts of sequences"),
         ({"mesh": {"rows": 2}}, "an axis 'rows'"),
         ({"mesh": {"pp": 2}, "micro_batch": 3}, "make no passes of 3"),
-        ({"mesh": {"pp": 2}, "schedule": "zbv"}, "schedule='zbv'"),
+        ({"mesh": {"pp": 2}, "schedule": "zbv"}, "2 layers make no 4 stages"),
+        ({"mesh": {"pp": 2}, "schedule": "zb"}, "schedule='zb'"),
+        ({"mesh": {"pp": 2, "tp": 2}, "schedule": "zbv"}, "schedule='zbv' with tp"),
+        ({"mesh": {"pp": 2}, "schedule": "zbv", "stages_per_rank": 3}, "with 3 stages a rank"),
+        ({"mesh": {"pp": 2}, "schedule": "dualpipev", "samples": 3}, "as many microbatches"),
         ({"mesh": {"pp": 2}, "exchange": "never"}, "exchange='never'"),
         ({"mesh": {"pp": 2}, "schedule": "interleaved"}, "2 layers make no 4 stages"),
         ({"mesh": {"pp": 2}, "stages_per_rank": 2}, "schedule='1f1b' with 2 stages a rank"),
