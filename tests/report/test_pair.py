@@ -47,6 +47,14 @@ def test_a_change_is_measured_by_the_first(
     assert Row("a", "a", first, second).change == said
 
 
+def test_no_id_is_twice_on_a_page_of_two(folder: Path, tmp_path: Path) -> None:
+    examined(folder, folder).write(tmp_path / "both.html")
+    ids = re.findall(r' id="([^"]+)"', (tmp_path / "both.html").read_text())
+
+    assert any(each.startswith("hatch-") for each in ids)
+    assert len(ids) == len(set(ids))
+
+
 def test_the_page_of_two_is_whole_closed_and_small(tmp_path: Path) -> None:
     for number, runs in enumerate(((paged(4), paged(6)), (paged(3), plain()))):
         made = examined(*runs)
