@@ -3,19 +3,30 @@ another has to page: all have the bits of plain torch, and none waits for what o
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor.parallel import parallelize_module
 
 import hetero
+from hetero.api import prepare_tuned
+from hetero.config import Config
 from hetero.testing.ranks import run_ranks
-from tests.ranks.models import Run, assert_same, by_ranks, by_torch
+from hetero.train.engine.tuning import Tuning
+from tests.ranks.models import OPTIMIZERS, Run, assert_same, by_ranks, by_torch
 from tests.ranks.tensor_models import (
+    LM,
     TensorRun,
     built,
     by_hetero,
     difference,
     masters_by_torch,
+    mesh_of,
+    plan_of,
+    torch_clip,
     train,
     weights_of,
 )
@@ -27,6 +38,8 @@ FEW: dict[str, Any] = {"device": "cpu", "hbm": 26_000}
 ALL: dict[str, Any] = {"device": "cpu", "hbm": None}
 FITS: dict[str, Any] = {"device": "cpu", "hbm": 400_000}
 """Paged at first: that everything fits shows after a step."""
+SOME = 325_000
+"""RAM that does not hold all homes of a rank."""
 MIXED = {
     "first has all": (ALL, FEW),
     "last has all": (FEW, ALL),
@@ -88,6 +101,42 @@ def test_ranks_of_a_tensor_stay_once_everything_fits_on_all(kinds: Any) -> None:
     for odd, status in run_ranks(2, compared, TensorRun("sequence", clip=0.05), kinds):
         assert not odd
         assert status.mode == "resident"
+
+
+def deep(run: TensorRun) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Return a model whose homes take more RAM than its largest update."""
+    torch.manual_seed(0)
+    model = LM(24)
+    parallelize_module(model, mesh_of(run), plan_of(run.style, 24))
+    return model, OPTIMIZERS[run.optimizer](model.parameters())
+
+
+def with_disk(
+    rank: int, run: TensorRun, kinds: tuple[dict[str, Any], ...]
+) -> tuple[list[str], int]:
+    """Return what differs from torch, and the bytes of states on disk."""
+    expected = train(*deep(run), run, torch_clip)
+    config = Config.load(**kinds[rank])
+    model, optimizer = prepare_tuned(*deep(run), config, Tuning(extent_numel=1024))
+    found = train(model, optimizer, run, lambda _, most: optimizer.clip_grad_norm_(most))
+    n_bytes = hetero.status(model).tiers.get("NVME", {"state": 0})["state"]
+    hetero.release(model, optimizer)
+    return difference(found, expected), n_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", [{"hbm": 400_000}, {"host": SOME}], ids=["one", "both"])
+@pytest.mark.parametrize("style", ["tp", "sequence"])
+def test_ranks_of_a_tensor_have_homes_on_disk(
+    style: str, first: dict[str, Any], tmp_path: Path
+) -> None:
+    disk = {**FEW, "hbm": 60_000, "chunk_bytes": 1024, "nvme": str(tmp_path)}
+    kinds = ({**disk, **first}, {**disk, "host": SOME})
+    (odd, there), (other, here) = run_ranks(2, with_disk, TensorRun(style, clip=0.05), kinds)
+    assert not odd
+    assert not other
+    assert here > 0
+    assert (there > 0) == ("host" in first)
 
 
 @pytest.mark.campaign(seconds=1)

@@ -96,13 +96,6 @@ def test_a_paged_tensor_parallel_model_is_plain_torchs(
 
 
 @pytest.mark.slow
-def test_parts_of_tensors_lie_on_disk(tmp_path: Path) -> None:
-    """Each rank's homes go to files of its own."""
-    run = TensorRun("sequence", clip=0.05, steps=3)
-    check(run, host=400_000, nvme=str(tmp_path))
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("style", ["tp", "sequence", "vocabulary"])
 @pytest.mark.parametrize("passes", [1, 2])
 @pytest.mark.parametrize("place", ["pages", "stays"])
