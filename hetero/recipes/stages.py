@@ -159,8 +159,7 @@ def check_pipeline(
     kind = kind_of(KINDS[options.pipeline])
     halves = options.pipeline in HALVED
     for there, what, why in (
-        (n_copies > 1, f"{SHARD}", "ranks that share a stage sum gradients in a backward pass"),
-        (sizes[TENSOR] > 1, f"{TENSOR}", "that is not proven for parts of tensors"),
+        (n_copies > 1, SHARD, "ranks that share a stage sum gradients in a backward pass"),
         (config.precision == "bf16", "--precision bf16", "these add up in bf16, not in fp32"),
     ):
         if halves and there:

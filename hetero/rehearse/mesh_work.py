@@ -142,7 +142,7 @@ def mesh_work(
             advice=f"schedules are {', '.join(SCHEDULES)}; exchanges are after each"
             f" {' or '.join(EXCHANGES)}",
         )
-    apart = [axis for axis in (SHARD, REPLICATE, TENSOR) if sizes[axis] > 1]
+    apart = [axis for axis in (SHARD, REPLICATE) if sizes[axis] > 1]
     if schedule in HALVED and apart:
         raise ConfigError(
             f"schedule={schedule!r} with {apart[0]}: ranks of it do not sum gradients that are"

@@ -95,6 +95,20 @@ def test_stages_under_any_schedule_train_as_one_rank(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", ["interleaved", "interleaved-zb", "zbv", "dualpipev"])
+def test_several_stages_of_divided_tensors_train_as_the_ranks_of_these(
+    kind: str, tmp_path: Path
+) -> None:
+    fields = {"steps": 3, "layers": 4, **evaluated(tmp_path)}
+    parts = run_ranks(2, by_rank, tmp_path / "parts", {**fields, "mesh": "tp=2"})[0]
+
+    fields |= {"mesh": "pp=2,tp=2", "pipeline": kind}
+    hbm = 760_000 if kind in HALVED else 360_000
+    for result in run_ranks(4, by_rank_within, tmp_path / "ranks", fields, hbm):
+        assert same(result, parts)
+
+
+@pytest.mark.slow
 def test_interleaved_pipelines_that_share_stages_train_as_ranks_that_share_the_model(
     tmp_path: Path,
 ) -> None:

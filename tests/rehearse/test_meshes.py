@@ -210,10 +210,14 @@ def test_equal_parts_of_a_micro_batch_leave_a_third_of_the_bubble(
         assert [end - passes for end in run.ends] == [*range(n_ranks)]
 
 
-@pytest.mark.parametrize("schedule", ["zbv", pytest.param("dualpipev", marks=pytest.mark.slow)])
-def test_halves_of_backwards_wait_for_less(schedule: str) -> None:
+@pytest.mark.parametrize(
+    ("schedule", "n_parts"),
+    [("zbv", 1), *(pytest.param(s, 2, marks=pytest.mark.slow) for s in ("zbv", "dualpipev"))],
+)
+def test_halves_of_backwards_wait_for_less(schedule: str, n_parts: int) -> None:
     deep = {**TINY, "num_hidden_layers": 4}
-    alike = {"profile": "a100-80", "precision": "bf16", "activations": "keep", "mesh": {"pp": 2}}
+    alike = {"profile": "a100-80", "precision": "bf16", "activations": "keep"}
+    alike["mesh"] = {"pp": 2, "tp": n_parts}
     whole, halves = (plan_mesh(deep, (5, 64), schedule=s, **alike) for s in ("1f1b", schedule))
 
     assert halves.flops == whole.flops
@@ -288,7 +292,7 @@ def test_sums_over_tensors_take_the_time_of_the_wire() -> None:
         ({"mesh": {"pp": 2}, "micro_batch": 3}, "make no passes of 3"),
         ({"mesh": {"pp": 2}, "schedule": "zbv"}, "2 layers make no 4 stages"),
         ({"mesh": {"pp": 2}, "schedule": "zb"}, "schedule='zb'"),
-        ({"mesh": {"pp": 2, "tp": 2}, "schedule": "zbv"}, "schedule='zbv' with tp"),
+        ({"mesh": {"pp": 2, "dp_shard": 2}, "schedule": "zbv"}, "schedule='zbv' with dp_shard"),
         ({"mesh": {"pp": 2}, "schedule": "zbv", "stages_per_rank": 3}, "with 3 stages a rank"),
         ({"mesh": {"pp": 2}, "schedule": "dualpipev", "samples": 3}, "as many microbatches"),
         ({"mesh": {"pp": 2}, "exchange": "never"}, "exchange='never'"),
