@@ -127,7 +127,7 @@ class Setup:
 
     def ram(self) -> int:
         """Return the bytes of RAM that may still be taken."""
-        return free_ram(self.device, self.comm, self.budget)
+        return free_ram(self.device, self.comm, self.budget.hbm)
 
     def count(self) -> None:
         """A step is made; what it moved, the residence notes if it moves anything."""
@@ -285,22 +285,23 @@ def make_offload(
         ledger,
         least_bytes=chunk_bytes,
         pool=store.pool,
-        ram=partial(free_ram, device, comm, budget),
+        ram=partial(free_ram, device, comm, budget.hbm),
         reserved=unclaimed(budget, ledger, store),
         counts_on=required,
     )
     return Offload(parcels, device, required=required, min_bytes=least)
 
 
-def free_ram(device: Device, comm: Comm, budget: Budget) -> int:
+def free_ram(device: Device, comm: Comm, budget_bytes: int | None) -> int:
     """Return the bytes of RAM that this rank may still take while all of its machine do so.
 
-    Where a CUDA device's memory is RAM, what its budget has and torch's allocator has not taken yet
-    is the device's.
+    Where a CUDA device's memory is RAM, what its budget of ``budget_bytes`` has, and torch's
+    allocator has not taken yet, is the device's. A number, and no `Budget`, which has modules:
+    [Note: out of gc's sight].
     """
     free, hbm = device.host_limit().n_bytes // comm.n_local, 0
     if device.is_cuda and device.shares_ram:
-        hbm = max(0, (budget.hbm or 0) - device.memory.reserved_bytes())
+        hbm = max(0, (budget_bytes or 0) - device.memory.reserved_bytes())
     return max(0, free - hbm)
 
 
