@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 import hetero
-from hetero.api import engine_of, status
+from hetero.api import engine_of
 from hetero.parallel.pipeline import visits_of
+from hetero.status import status
 from hetero.testing.ranks import run_ranks
 from hetero.train.access.expected import expected
 from tests.equivalence.blocks import OneMatrix
