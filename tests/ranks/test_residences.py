@@ -65,7 +65,7 @@ def compared(rank: int, run: TensorRun, kinds: tuple[dict[str, Any], ...]) -> tu
         ("sequence", "adamw"),
         ("vocabulary", "sgd"),
         ("tp", "lamb"),
-        ("sequence", "muon"),
+        ("sequence", "lars"),
     ],
 )
 def test_a_rank_with_room_for_all_pages_as_the_others_of_its_tensors_do(
