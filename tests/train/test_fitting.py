@@ -452,6 +452,17 @@ def test_auto_computes_again_what_neither_tier_can_hold(hbm: int) -> None:
     assert status(model).tiers["HBM"]["peak"] <= hbm
 
 
+@pytest.mark.parametrize("hbm", [1_300_000, 1_900_000])
+def test_a_first_step_leaves_room_for_the_gradient_of_a_wide_head(hbm: int) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(deep(blocks=12), nn.Linear(D, 2048))
+    model, optimizer = in_little_ram(copy.deepcopy(plain), hbm)
+
+    trains_alike(model, optimizer, plain, [64] * 4)
+
+    assert status(model).tiers["HBM"]["peak"] <= hbm
+
+
 @pytest.mark.parametrize("spare", [50_000, 200_000, 500_000, 1_000_000])
 def test_no_more_is_sent_down_than_ram_holds(spare: int, monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer = in_little_ram(deep(blocks=12), 1_500_000, spare)

@@ -45,6 +45,7 @@ class OpenUnit(NamedTuple):
 
 
 COMPUTING = 2  # units' bytes that backward takes on top of what forward left
+SUMMING = 3  # times a unit's weights: of two bytes, a gradient, and a fused loss's sum in fp32
 MEASURED = 3  # forwards of a unit whose compute is measured: in the first ones, copies hold it up
 
 
@@ -178,9 +179,9 @@ class Forecast:
         return any(not row.policy.recompute for row in self._of_kind(unit, self.rows))
 
     def unseen_bytes(self, held_bytes: int) -> int:
-        """Return the bytes expected at the end of the first forward, if ``held_bytes`` are there
-        now and units to come leave what others of their kind left, those of unknown kinds nothing;
-        with room to compute."""
+        """Return the bytes expected in the first backward, if ``held_bytes`` are there now and
+        units to come leave what others of their kind left, those of unknown kinds nothing; with
+        room to compute."""
         left: dict[UnitKind, int] = {}
         for unit, row in self.rows.items():
             kind = self._kinds[unit]
@@ -188,6 +189,11 @@ class Forecast:
         unseen = (kind for unit, kind in enumerate(self._kinds) if unit not in self.rows)
         coming = sum(left.get(kind, 0) for kind in unseen)
         return held_bytes + coming + COMPUTING * max(left.values(), default=0)
+
+    @property
+    def gradient_bytes(self) -> int:
+        """The most bytes that gradients of one unit's weights are expected to take."""
+        return SUMMING * max((kind.weight_bytes for kind in self._kinds), default=0)
 
     def expected_bytes(self, unit: int) -> int:
         """Return the bytes that a unit is expected to save: of one never seen, as others of its

@@ -349,9 +349,12 @@ class ActivationPolicies:
 
     def _conclude(self, unit: int, path: int, reason: str | None) -> None:
         self.proofs[unit].conclude(path, reason)
-        if reason:
-            self._impure.add(type(self._units[unit].module))
         self._unproven.discard(unit)
+        if reason:  # which others of its type would meet, one in each step
+            kind = type(self._units[unit].module)
+            self._impure.add(kind)
+            alike = {u for u in self._unproven if type(self._units[u].module) is kind}
+            self._unproven -= alike
         self.learned = True
 
     def _access(self, index: int, call: Call, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

@@ -191,7 +191,9 @@ class Fitting:
             return
         self._choice.policies[unit] = OFFLOAD
         held, stayed = self._footprint.live_bytes, self._footprint.stayed_bytes
-        fits = self.forecast.unseen_bytes(held) <= (1 - MARGIN) * self.room.hbm.room_bytes
+        # the last unit, a head, is often the widest, and its gradient comes when most is held
+        expected = self.forecast.unseen_bytes(held) + self.forecast.gradient_bytes
+        fits = expected <= (1 - MARGIN) * self.room.hbm.room_bytes
         if stayed and not fits and self.forecast.knows_kind(unit):
             self._choice.recompute_unproven(unit)
 
