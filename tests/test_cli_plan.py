@@ -169,6 +169,7 @@ def test_a_failure_is_told_in_json_too() -> None:
     assert "--profile rtx4090" in data["advice"]
 
 
+@pytest.mark.campaign(seconds=3)
 def test_the_console_script_finds_modules_in_the_working_directory(tmp_path: Path) -> None:
     script = tmp_path / "bin" / "run.py"
     script.parent.mkdir()

@@ -658,6 +658,7 @@ def test_importing_the_plan_does_not_load_torch() -> None:
     assert "torch" not in loaded
 
 
+@pytest.mark.campaign(seconds=3)
 def test_a_torch_bound_name_of_hetero_loads_torch_when_it_is_used() -> None:
     assert "torch" in modules_after("import hetero; hetero.prepare")
 

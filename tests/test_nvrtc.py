@@ -55,6 +55,7 @@ def names() -> list[str]:
 # -- what is called ------------------------------------------------------------------------------
 
 
+@pytest.mark.campaign(seconds=4)
 def test_a_kernel_is_compiled_loaded_and_launched_in_this_order() -> None:
     library = host.library()
     Run(1025).by(library)

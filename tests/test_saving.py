@@ -552,6 +552,7 @@ def test_a_step_moves_what_is_on_disk_once_each_way(disk: Path) -> None:
     assert 0 < now.write_bytes <= spill.disk_bytes + spill.pool_bytes
 
 
+@pytest.mark.campaign(seconds=3)
 def test_a_save_at_the_very_end_of_a_script_is_written(disk: Path) -> None:
     script = """
         import sys, torch, hetero

@@ -31,6 +31,7 @@ def run(number: int, name: str = "clip_norm") -> Seen:
     return compare(case, adamw, hbm=hbm, chunk_bytes=chunk_bytes, device=device, tuning=tuning)
 
 
+@pytest.mark.campaign(seconds=7)
 def test_thirty_placements_give_one_hash() -> None:
     seen = [run(number) for number in range(COMBINATIONS)]
     assert len({hashlib.sha256(s.weights).hexdigest() for s in seen}) == 1

@@ -87,6 +87,7 @@ def target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Target]:
     assert everything(target.reader) == contents(1, ENTRIES)  # every change was taken back
 
 
+@pytest.mark.campaign(seconds=2)
 def test_every_flipped_bit_of_the_shard_is_refused(target: Target) -> None:
     seeded = random.Random(0)
     silent = 0

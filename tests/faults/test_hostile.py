@@ -407,6 +407,7 @@ def test_another_programs_file_under_our_name_is_corrupt(
 # -- many at once --------------------------------------------------------------------------------
 
 
+@pytest.mark.campaign(seconds=3)
 def test_thousands_of_crafted_manifests_run_nothing_and_open_nothing(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "tests.faults.fuzzer", str(tmp_path), "5000"],

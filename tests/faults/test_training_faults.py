@@ -436,6 +436,7 @@ def numbers_after_a_lie(disk: Path, how: Literal["drop", "misdirect", "flip"], k
     return "right numbers"
 
 
+@pytest.mark.campaign(seconds=5)
 @pytest.mark.parametrize("how", ["drop", "misdirect", "flip"])
 def test_a_disk_that_lies_is_found_out_before_a_number_is_wrong(
     disk: Path, how: Literal["drop", "misdirect", "flip"]
@@ -777,6 +778,7 @@ def test_a_process_that_ends_during_a_save_completes_it_or_leaves_none(
     assert compute(model, step) == reference().losses[step]
 
 
+@pytest.mark.campaign(seconds=3)
 def test_a_save_that_the_end_of_the_process_cut_off_is_reported(disk: Path) -> None:
     ended = end(disk, "return", 0.003)
     assert "step-3" in ended.names or "step-3" in ended.said

@@ -360,6 +360,7 @@ def test_what_computes_is_loaded_before_any_optimizer_has_come(tmp_path: Path) -
     assert_equal(weights(second, model), values)
 
 
+@pytest.mark.campaign(seconds=4)
 def test_a_batch_that_is_too_large_is_halved_until_it_fits() -> None:
     accelerator, tried = ours(), []
 

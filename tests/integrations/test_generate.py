@@ -128,6 +128,7 @@ class Steps:
         )
 
 
+@pytest.mark.campaign(seconds=4)
 @pytest.mark.parametrize("share", [0.3, 0.5, 0.8])
 def test_a_token_moves_what_does_not_stand_and_no_more(share: float) -> None:
     plain = llama(24)
@@ -259,6 +260,7 @@ def by_slices(model: nn.Module, ids: torch.Tensor, size: int) -> torch.Tensor:
         return torch.cat([model(part).logits for part in ids.split(size)])
 
 
+@pytest.mark.campaign(seconds=4)
 @pytest.mark.parametrize("use_cache", [True, False])
 def test_a_batch_that_does_not_fit_runs_unit_by_unit_in_slices(use_cache: bool) -> None:
     plain = llama()

@@ -154,6 +154,7 @@ def saving(root: Path, **given: Any) -> ModelCheckpoint:
     return ModelCheckpoint(dirpath=root, filename="{step}", **given)
 
 
+@pytest.mark.campaign(seconds=4)
 @pytest.mark.parametrize("every", [4, 6], ids=["amid an epoch", "between epochs"])
 def test_a_saved_run_goes_on_as_it_would_have(every: int, tmp_path: Path) -> None:
     whole = fitted(trainer(tmp_path, max_epochs=3))

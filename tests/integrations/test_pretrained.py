@@ -383,6 +383,7 @@ MEASURE = """
 """
 
 
+@pytest.mark.campaign(seconds=6)
 def test_loading_takes_the_homes_and_hardly_more(tmp_path: Path) -> None:
     sizes = {"hidden_size": 512, "intermediate_size": 1536, "num_attention_heads": 8}
     config = transformers.LlamaConfig(**sizes, num_hidden_layers=8, vocab_size=8192)

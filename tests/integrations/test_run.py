@@ -249,6 +249,7 @@ def test_launchers_start_it_as_a_module(launcher: str, tmp_path: Path) -> None:
     assert said(tmp_path / "found")[1][1]
 
 
+@pytest.mark.campaign(seconds=3)
 def test_a_script_that_imports_a_library_late_is_acted_upon(tmp_path: Path) -> None:
     text = "def late():\n    from accelerate import Accelerator\n    return Accelerator(cpu=True)\n"
     path = script(tmp_path, text + "print(type(late()).__name__)")

@@ -1103,6 +1103,7 @@ def run_program(disk: Path, plan: FaultPlan) -> tuple[Counter[str], Counter[str]
 FAULTS = (errno.EIO, errno.ENOSPC, errno.EROFS, errno.EINTR)
 
 
+@pytest.mark.campaign(seconds=5)
 @pytest.mark.parametrize("number", FAULTS, ids=errno.errorcode.get)
 def test_every_transfer_fails_once_and_for_ever_and_no_number_changes(
     disk: Path, number: int
@@ -1408,6 +1409,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert not self.late.todo
 
 
+@pytest.mark.campaign(seconds=5)
 def test_random_programs_agree_with_plain_arrays(disk: Path) -> None:
     class OnDisk(PoolMachine):
         pass
@@ -1701,12 +1703,14 @@ pool.ahead(requests)
     )
 
 
+@pytest.mark.campaign(seconds=4)
 def test_the_interpreter_ends_with_transfers_under_way(disk: Path) -> None:
     done = script(disk, "sys.exit(7)")
     assert (done.returncode, done.stdout, done.stderr) == (7, "", "")
     assert not os.listdir(disk)
 
 
+@pytest.mark.campaign(seconds=3)
 def test_a_thread_still_reads_homes_while_the_interpreter_ends(disk: Path) -> None:
     """As an asynchronous save does that the end of the program waits for."""
     body = """

@@ -69,6 +69,7 @@ def shared(rank: int, folder: Path) -> dict[str, Any]:
     return {"weights": weights, "norms": norms}
 
 
+@pytest.mark.campaign(seconds=3)
 def test_processes_share_a_model_that_accelerate_prepares(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = Net()
@@ -108,6 +109,7 @@ def sized(rank: int, way: str, **sizes: int) -> tuple[int, int]:
     return comm.n_shares, comm.n_copies
 
 
+@pytest.mark.campaign(seconds=8)
 @pytest.mark.parametrize("way", ["given", "launched"])
 def test_sizes_of_a_parallelism_config_are_the_mesh(way: str) -> None:
     run = partial(sized, way=way, dp_replicate_size=2, dp_shard_size=2)

@@ -75,6 +75,7 @@ def test_working_weights_and_codes_are_copied(precision: str, frozen: str, way: 
         assert_same(each, expected)
 
 
+@pytest.mark.campaign(seconds=5)
 def test_a_block_that_some_ranks_skip_gets_the_gradients_there_are() -> None:
     skips = {(0, 0): 1, (1, 3): 2, (2, 1): 0, (2, 2): 0}
     run = Run(skips=skips, settings=TIGHT, mesh=mesh_of(2, 2))

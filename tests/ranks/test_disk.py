@@ -49,6 +49,7 @@ def test_shares_on_disk_change_no_bit(
         check_tiers(found.status, room)
 
 
+@pytest.mark.campaign(seconds=4)
 def test_a_rank_takes_its_part_of_the_disk(tmp_path: Path) -> None:
     run = replace(LARGE, steps=1, settings=on_disk(tmp_path, "all"))
     share = sum(p.numel() for p in built(run)[0].parameters()) // 2

@@ -49,6 +49,7 @@ def test_working_weights_and_codes_are_shared(n_ranks: int, precision: str, froz
         assert_same(found, expected)
 
 
+@pytest.mark.campaign(seconds=4)
 @pytest.mark.parametrize("n_ranks", [2, 3])
 def test_a_block_that_no_rank_or_one_rank_skips_gets_the_gradients_there_are(n_ranks: int) -> None:
     by_all = {(1, rank): 2 for rank in range(n_ranks)}

@@ -149,6 +149,7 @@ def gives_up(rank: int, fails: bool) -> None:
         raise OSError("what was to be saved at the end") from None
 
 
+@pytest.mark.campaign(seconds=4)
 @pytest.mark.parametrize("fails", [True, False], ids=["failed", "killed"])
 def test_an_error_that_follows_does_not_hide_the_first_cause(fails: bool) -> None:
     end = outcomes(4, gives_up, fails)[1]

@@ -104,6 +104,7 @@ def moves(rank: int, alone: bool) -> tuple[list[frozenset[int]], list[torch.Tens
     return seen, [value.clone() for value in model.state_dict().values()]
 
 
+@pytest.mark.campaign(seconds=4)
 def test_one_rank_may_move_its_shares_while_they_are_summed() -> None:
     (first, found), (second, other) = run_ranks(2, moves, False)
     (_, expected), _ = run_ranks(2, moves, True)
@@ -154,6 +155,7 @@ def same(one: Values, other: Values) -> bool:
     return one.keys() == other.keys() and all(torch.equal(v, other[k]) for k, v in one.items())
 
 
+@pytest.mark.campaign(seconds=3)
 def test_what_is_on_hbm_is_read_and_written_and_saved(tmp_path: Path) -> None:
     first, second = run_ranks(2, reads, tmp_path)
 

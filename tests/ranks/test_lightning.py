@@ -121,6 +121,7 @@ def fitted(rank: int, root: Path, how: str, given: dict[str, Any]) -> tuple[int,
     return module.evictions, weights_of(module)
 
 
+@pytest.mark.campaign(seconds=5)
 @pytest.mark.parametrize("how", ["automatic", "in order", "accumulated", "manual", "value"])
 def test_ranks_give_the_numbers_of_one_process_that_accumulates(how: str, tmp_path: Path) -> None:
     given: dict[str, Any] = {"accumulated": {"accumulate_grad_batches": 2}}.get(how, {})
@@ -177,6 +178,7 @@ def resumed(rank: int, root: Path, path: Path, epochs: int) -> Values:
     return weights_of(module)
 
 
+@pytest.mark.campaign(seconds=3)
 def test_a_checkpoint_of_ranks_is_gone_on_with_by_ranks_and_by_one(tmp_path: Path) -> None:
     at_two = by_torch([*epoch(0), *epoch(1)])
     for weights in run_ranks(RANKS, kept, tmp_path):

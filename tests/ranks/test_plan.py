@@ -73,6 +73,7 @@ def test_a_rank_takes_what_was_planned(n_ranks: int, name: str) -> None:
     assert_planned(n_ranks, name, {"dp_shard": n_ranks})
 
 
+@pytest.mark.campaign(seconds=3)
 def test_a_rank_of_copies_takes_what_was_planned() -> None:
     assert_planned(4, "clipped", {"dp_replicate": 2, "dp_shard": 2})
 

@@ -96,6 +96,7 @@ def test_masters_of_such_ranks_have_the_bits_of_a_plain_loop(style: str, kinds: 
     assert run_ranks(2, compared_masters, run, kinds) == [[], []]
 
 
+@pytest.mark.campaign(seconds=6)
 @pytest.mark.parametrize("kinds", [(ALL, FITS), (FITS, ALL)], ids=["first", "last"])
 def test_ranks_of_a_tensor_stay_once_everything_fits_on_all(kinds: Any) -> None:
     for odd, status in run_ranks(2, compared, TensorRun("sequence", clip=0.05), kinds):

@@ -463,6 +463,7 @@ def check(n_ranks: int, kind: str, name: Any, least: int = 3, **settings: Any) -
     assert seen == theirs.keys()
 
 
+@pytest.mark.campaign(seconds=5)
 @pytest.mark.parametrize(("kind", "name"), [("gpt", "1F1B"), ("llama", "Interleaved1F1B")])
 def test_split_and_prepared_stages_train_as_the_model_in_one_process(kind: str, name: str) -> None:
     check(2, kind, name)

@@ -96,6 +96,7 @@ def check(n_ranks: int, kind: str, schedule: str, sizes: dict[str, int], **given
     assert seen == theirs.keys()
 
 
+@pytest.mark.campaign(seconds=5)
 @pytest.mark.parametrize("given", [{}, {"max_grad_norm": MOST}], ids=["called", "set"])
 def test_stages_are_clipped_by_the_norm_of_the_whole_model(given: dict[str, Any]) -> None:
     check(2, "gpt", "1F1B", {"pp": 2}, **given)

@@ -96,6 +96,7 @@ def by_late_copies(rank: int, run: Run) -> Found:
     return by_copies(rank, run, "gathered")
 
 
+@pytest.mark.campaign(seconds=6)
 @pytest.mark.usefixtures("short_parts")
 def test_sums_of_groups_stay_until_they_have_left() -> None:
     run = grouped(2, 1, 4)
@@ -147,6 +148,7 @@ def first_sums() -> list[torch.Tensor]:
     return [a + b for a, b in zip(*sums, strict=True)]
 
 
+@pytest.mark.campaign(seconds=4)
 @pytest.mark.parametrize("way", ["read", "gathered"])
 def test_masters_take_sums_of_groups_in_fp32(way: str) -> None:
     settings = {"hbm": 80_000, "precision": "bf16"}
@@ -159,6 +161,7 @@ def test_masters_take_sums_of_groups_in_fp32(way: str) -> None:
             assert torch.equal(each.states[number]["exp_avg"], expected), number
 
 
+@pytest.mark.campaign(seconds=5)
 @pytest.mark.parametrize("way", ["read", "apart"])
 def test_a_group_of_which_no_rank_has_a_gradient_adds_nothing(way: str) -> None:
     skips = {(0, 0): 1, (0, 1): 1, (1, 2): 2, (1, 3): 2, (2, 0): 0, (2, 3): 3}
@@ -250,6 +253,7 @@ def fails_between(rank: int, how: str) -> None:
     loss_of(model, run, 0, rank).backward()
 
 
+@pytest.mark.campaign(seconds=5)
 @pytest.mark.parametrize("how", ["killed", "error"])
 def test_a_rank_that_fails_between_sums_is_told_of(how: str) -> None:
     ends = outcomes(4, fails_between, how)

@@ -269,6 +269,7 @@ def exchange_states(rank: int, folder: str) -> dict[str, list[str]]:
     return odd
 
 
+@pytest.mark.campaign(seconds=3)
 def test_gradients_and_writes_are_as_in_torch() -> None:
     for odd in run_ranks(2, use_as_torch):
         assert not odd

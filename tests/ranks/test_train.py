@@ -40,6 +40,7 @@ def by_rank(rank: int, folder: Path, fields: dict[str, Any]) -> TrainResult:
     return train(options(folder, **fields))
 
 
+@pytest.mark.campaign(seconds=8)
 @pytest.mark.parametrize("n_ranks", [2, 4])
 def test_ranks_divide_the_passes_of_a_step(n_ranks: int, tmp_path: Path) -> None:
     text = tmp_path / "text"
@@ -84,6 +85,7 @@ def stopped(rank: int, folder: Path, fields: dict[str, Any]) -> TrainResult:
     return train(options(folder, **fields), stop=stop)
 
 
+@pytest.mark.campaign(seconds=5)
 def test_a_signal_to_one_rank_stops_all_after_the_same_step(tmp_path: Path) -> None:
     for result in run_ranks(2, stopped, tmp_path / "ranks", {}):
         assert (result.steps, result.signal) == (3, signal.SIGTERM)

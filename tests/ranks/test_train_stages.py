@@ -45,6 +45,7 @@ def evaluated(tmp_path: Path) -> dict[str, Any]:
     return {"eval_data": (str(text),), "eval_every": 2}
 
 
+@pytest.mark.campaign(seconds=4)
 def test_two_stages_train_as_one_rank(tmp_path: Path) -> None:
     fields = {"steps": 4, **evaluated(tmp_path)}
     alone = train(options(tmp_path / "alone", **fields))
@@ -219,6 +220,7 @@ def kept_after_the_cut(rank: int, folder: Path) -> list[str]:
     return there
 
 
+@pytest.mark.campaign(seconds=2)
 def test_a_rank_keeps_the_weights_of_its_own_stage_alone(tmp_path: Path) -> None:
     first, last = run_ranks(2, kept_after_the_cut, tmp_path)
 

@@ -61,6 +61,7 @@ def test_so_are_their_masters(optimizer: str, precision: str, one_sided: bool) -
         assert_same(each, expected)
 
 
+@pytest.mark.campaign(seconds=4)
 @pytest.mark.parametrize("one_sided", [True, False], ids=["read", "gathered"])
 def test_a_block_that_a_rank_skips_is_stepped_all_the_same(one_sided: bool) -> None:
     skips = {(0, 0): 1, (1, 0): 2, (1, 1): 2, (2, 1): 0}
@@ -157,6 +158,7 @@ def counts_its_steps(rank: int, one_sided: bool) -> int:
     return n_stepped
 
 
+@pytest.mark.campaign(seconds=3)
 def test_ranks_that_see_each_others_homes_divide_the_tensors() -> None:
     whole = sum(p.numel() for p in Net().parameters())
 

@@ -184,6 +184,7 @@ def test_minutes_end_a_run_early() -> None:
 # -- checkpoints ---------------------------------------------------------------------------------
 
 
+@pytest.mark.campaign(seconds=5)
 @pytest.mark.parametrize("stopped", [1, 3, 5])
 def test_a_run_that_was_stopped_goes_on_bit_for_bit_at_other_budgets(stopped: int) -> None:
     whole = train(options(save_dir="whole", save_every=2))
@@ -379,6 +380,7 @@ def test_the_default_budget_is_a_quarter_of_the_states_where_that_is_enough() ->
     assert 6 * n_params < settled.step_write_bytes < 12 * n_params  # half of the states
 
 
+@pytest.mark.campaign(seconds=7)
 @pytest.mark.parametrize(
     "sizes",
     [
@@ -432,6 +434,7 @@ def test_by_default_ram_holds_half_the_states_and_a_disk_the_rest() -> None:
     assert result.status.written_bytes >= result.status.write_bytes > 0
 
 
+@pytest.mark.campaign(seconds=4)
 def test_the_default_device_is_never_the_plain_cpu() -> None:
     run = TrainOptions()
     config = settings_for(*model_and_optimizer(), settings_of(run), run).config

@@ -176,6 +176,7 @@ def test_codes_are_moved_as_they_were_rehearsed(frozen: str) -> None:
     assert assert_the_same(play).evictions >= 3
 
 
+@pytest.mark.campaign(seconds=4)
 @pytest.mark.parametrize("hbm", [190_000, 230_000, 300_000])
 def test_at_any_budget(hbm: int) -> None:
     play = Play(WithTargets(), TOKENS, {"hbm": hbm, "chunk_bytes": 512})

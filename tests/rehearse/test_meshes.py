@@ -172,6 +172,7 @@ def test_gpipe_holds_more_than_one_forward_one_backward() -> None:
     assert many.stages[0].kinds["activation"] > few.stages[0].kinds["activation"]
 
 
+@pytest.mark.campaign(seconds=4)
 def test_several_stages_a_rank_wait_less_and_hold_more() -> None:
     deep = {**TINY, "num_hidden_layers": 8}
     alike = {"profile": "a100-80", "precision": "bf16", "activations": "keep", "mesh": {"pp": 2}}

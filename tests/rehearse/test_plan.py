@@ -115,6 +115,7 @@ def test_activations_that_a_card_does_not_hold_are_computed_again_and_states_sta
     assert hbm.peak_bytes <= hbm.budget_bytes
 
 
+@pytest.mark.campaign(seconds=2)
 def test_where_the_loss_finds_no_room_units_are_computed_again_from_the_first() -> None:
     """What units may keep is known as they come, and what the loss takes only in the end."""
     batch = torch.zeros(3 * 2**17, 16, dtype=torch.long)
@@ -174,6 +175,7 @@ def test_a_model_whose_output_leads_nowhere_is_refused_with_advice() -> None:
     assert "loss=" in caught.value.advice
 
 
+@pytest.mark.campaign(seconds=3)
 def test_adapters_are_planned_and_the_model_stays_as_it_is() -> None:
     model = gpt()
     names = [name for name, _ in model.named_parameters()]
@@ -196,6 +198,7 @@ def test_adapters_take_no_optimizer_over_the_model() -> None:
         planned(model, optimizer=torch.optim.SGD(model.parameters()), lora_rank=4)
 
 
+@pytest.mark.campaign(seconds=5)
 def test_an_optimizer_may_be_named_as_for_hetero_train() -> None:
     states = {
         name: tier(planned(optimizer=name), "HOST").kinds["state"]
@@ -349,6 +352,7 @@ LLAMA = {
 }
 
 
+@pytest.mark.campaign(seconds=4)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_without_hetero_a_step_takes_what_one_on_a_large_device_takes(precision: str) -> None:
     pytest.importorskip("transformers")

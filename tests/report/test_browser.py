@@ -189,6 +189,7 @@ def test_a_phone_shows_the_page_without_scrolling_sideways(folder: Path, tmp_pat
         assert page.complaints() == []
 
 
+@pytest.mark.campaign(seconds=5)
 def test_a_hundred_thousand_events_are_there_at_once(
     tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:

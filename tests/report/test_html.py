@@ -121,6 +121,7 @@ def test_the_policy_lets_in_one_script_and_one_style(page: str) -> None:
     assert json.loads(data)["tiers"]
 
 
+@pytest.mark.campaign(seconds=3)
 def test_sizes_keep_their_limits(page: str) -> None:
     read = Reader(page)
     code = len(read.inside["script"][1]) + len(read.inside["style"][0])
