@@ -53,7 +53,7 @@ MACHINES: dict[str, dict[str, Any]] = {
     "RTX 4090, 128 GiB": {"profile": "rtx4090", "host": "120GiB", "micro_batch": 1},
     "A100-80": {"profile": "a100-80", "micro_batch": 2},
     "GH200-96": {"profile": "gh200-96", "micro_batch": 4},
-    "GB10": {"profile": "gb10", "micro_batch": 1, "hbm": "16GiB"},  # of its one RAM
+    "GB10": {"profile": "gb10", "micro_batch": 1},
 }
 NS = 10**9
 WORK = ("compute_", "rest_", "step_")  # shares in which the device computes
