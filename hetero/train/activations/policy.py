@@ -20,7 +20,7 @@ from hetero.interrupts import theirs
 from hetero.plan.activations import KEEP, OFFLOAD, RECOMPUTE, Policy
 from hetero.train.activations.caches import has_rows, is_cache
 from hetero.train.activations.offload import Offload
-from hetero.train.activations.proof import Proof
+from hetero.train.activations.proof import Proofs
 from hetero.train.activations.reach import Reach
 from hetero.train.activations.recompute import BeforeNode, Call, Forward, ProofTrial
 from hetero.train.activations.saved import SavedTensors, inside_foreign_hooks
@@ -164,14 +164,10 @@ class ActivationPolicies:
         self.forwards: Forwards = Unwatched()
         # A rank that chose to repeat a unit would repeat its collectives alone.
         is_tried = not (self.may_change and (meets or saved.parts.kinds))
-        self.proofs = {unit: Proof(is_tried=is_tried) for unit in named}
-        """By unit: whether it may be recomputed."""
-        self._unproven: set[int] = set()  # units to be recomputed all the same
-        self._impure: set[type] = set()  # of units that were seen not to be repeatable
+        types: dict[int, type] = {unit: type(units[unit].module) for unit in named}
+        self.proofs = Proofs(types, is_tried=is_tried)
         self._tries = False
         self._trials: set[ProofTrial] = set()  # waiting for backward
-        self.learned = False
-        """Whether a proof was concluded since this was set to False."""
         self.reach = Reach()
         self._saved = saved
         self._units = units
@@ -235,21 +231,10 @@ class ActivationPolicies:
 
     def recompute_unproven(self, unit: int) -> None:
         """Recompute a unit whose proof is open, which backward then makes; StateError if it fails.
-        There is no room to keep what it saves.
-
-        Not one of a type that wrote to what it was given, or failed before: it cannot be repeated.
+        There is no room to keep what it saves. Not one that is known not to be repeatable.
         """
-        if self.is_open(unit) and type(self._units[unit].module) not in self._impure:
+        if self.proofs.need(unit):
             self.policies[unit] = RECOMPUTE
-            self._unproven.add(unit)
-
-    def is_open(self, unit: int) -> bool:
-        """Whether a unit still needs a proof."""
-        return self.proofs[unit].is_open
-
-    def may_recompute(self, unit: int) -> bool:
-        """Whether a unit is proven to give the same bits when recomputed."""
-        return self.proofs[unit].holds
 
     def begin(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Begin a call of the whole model, on this batch."""
@@ -294,10 +279,10 @@ class ActivationPolicies:
                 return self._run_sliced(index, module, call, args, kwargs)
             self._calls.note(index)
             self._used[index] = policy
-            tries = self.tries and self.may_change and self.proofs[index].is_open
+            tries = self.tries and self.may_change and self.proofs.is_open(index)
             if policy.recompute or tries:
                 return self._run_proven(index, module, call, args, kwargs)
-            if self.may_change and self.proofs[index].is_open:
+            if self.may_change and self.proofs.is_open(index):
                 return self._run_watched(index, module, call, args, kwargs)
             return self._access(index, call, args, kwargs)
         finally:
@@ -317,20 +302,19 @@ class ActivationPolicies:
             reach=self.reach,
             saved=self._saved,
         )
-        proof, policy = self.proofs[index], self._used[index]
-        path = proof.take(forward.path())
-        conclude = partial(self._conclude, index, path)
-        if policy.recompute and (proof.holds or not self.may_change):
-            return forward.recomputed(args, kwargs, None if proof.holds else conclude)
-        if policy.recompute and index in self._unproven and proof.is_open and forward.is_whole:
+        proofs, policy = self.proofs, self._used[index]
+        conclude = partial(proofs.conclude, index, proofs.take(index, forward.path()))
+        if policy.recompute and (proofs.holds(index) or not self.may_change):
+            return forward.recomputed(args, kwargs, None if proofs.holds(index) else conclude)
+        if policy.recompute and proofs.is_needed(index) and forward.is_whole:
             forward.advice = IN_NEED
             return forward.recomputed(args, kwargs, conclude)
         if policy.recompute:  # chosen for another path than this
             self._used[index], self._offload.active = OFFLOAD, True
-            self.learned = True
-        if proof.is_open and not forward.is_whole:
+            proofs.learned = True
+        if proofs.is_open(index) and not forward.is_whole:
             conclude("reads what no snapshot holds")
-        if proof.is_open:
+        if proofs.is_open(index):
             return forward.tried(
                 args, kwargs, self._saved, self._before_node, self._trials, conclude
             )
@@ -344,18 +328,8 @@ class ActivationPolicies:
         before = versions(held)
         found = self._access(index, call, args, kwargs)
         if versions(held) != before:
-            self._impure.add(type(module))
+            self.proofs.wrote(index)
         return found
-
-    def _conclude(self, unit: int, path: int, reason: str | None) -> None:
-        self.proofs[unit].conclude(path, reason)
-        self._unproven.discard(unit)
-        if reason:  # which others of its type would meet, one in each step
-            kind = type(self._units[unit].module)
-            self._impure.add(kind)
-            alike = {u for u in self._unproven if type(self._units[u].module) is kind}
-            self._unproven -= alike
-        self.learned = True
 
     def _access(self, index: int, call: Call, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         pushed = self._enter(index)

@@ -8,7 +8,7 @@ kind of argument needs a new proof.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -149,3 +149,63 @@ class Proof:
         if len(self._found) > MOST_KNOWN:
             self._found.clear()
         self._found[path] = self._found.get(path) or reason
+
+
+class Proofs:
+    """The verdicts on a model's units.
+
+    Args:
+        types: of the units' modules.
+        is_tried: whether units may be repeated to find out.
+    """
+
+    def __init__(self, types: Mapping[int, type], *, is_tried: bool) -> None:
+        self.learned = False
+        """Whether a trial was concluded since this was set to False."""
+        self._types = types
+        self._of = {unit: Proof(is_tried=is_tried) for unit in types}
+        self._impure: set[type] = set()  # of units that were seen not to be repeatable
+        self._needed: set[int] = set()  # units to be recomputed without a verdict
+
+    def adopt(self, other: Proofs) -> None:
+        """Take over the verdicts of another residence of the same units."""
+        self._of.update(other._of)
+
+    def is_open(self, unit: int) -> bool:
+        """Whether a unit still needs a proof."""
+        return self._of[unit].is_open
+
+    def holds(self, unit: int) -> bool:
+        """Whether a unit is proven to give the same bits when recomputed."""
+        return self._of[unit].holds
+
+    def take(self, unit: int, path: Sequence[Any]) -> int:
+        """Note the path of a unit's forward; return its number."""
+        return self._of[unit].take(path)
+
+    def need(self, unit: int) -> bool:
+        """Return whether a unit may be recomputed before its proof, which backward then makes.
+
+        Not one of a type that wrote to what it was given, or failed before: it cannot be repeated.
+        """
+        if not self.is_open(unit) or self._types[unit] in self._impure:
+            return False
+        self._needed.add(unit)
+        return True
+
+    def is_needed(self, unit: int) -> bool:
+        """Whether a unit is recomputed all the same while its proof is open."""
+        return unit in self._needed and self.is_open(unit)
+
+    def wrote(self, unit: int) -> None:
+        """A unit wrote to its inputs or parameters."""
+        self._impure.add(self._types[unit])
+
+    def conclude(self, unit: int, path: int, reason: str | None) -> None:
+        """Record a trial, see `Proof.conclude`; the likes of one that failed are not needed."""
+        self._of[unit].conclude(path, reason)
+        self._needed.discard(unit)
+        if reason:  # others of its type would fail, too: one in each step
+            self._impure.add(self._types[unit])
+            self._needed = {u for u in self._needed if self._types[u] is not self._types[unit]}
+        self.learned = True

@@ -178,7 +178,7 @@ def forecast_of(
         footprint,
         names=[unit.name or "model" for unit in plan.units],
         kinds=[UnitKind(*kind) for kind in zip(modules, weights, strict=True)],
-        may_recompute=activations.may_recompute,
+        may_recompute=activations.proofs.holds,
     )
 
 

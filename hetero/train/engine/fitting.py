@@ -31,6 +31,7 @@ from hetero.plan.weighing import Copies
 from hetero.train.activations.forecast import Forecast, tensors_of
 from hetero.train.activations.held import GraphFootprint
 from hetero.train.activations.meter import Meter
+from hetero.train.activations.proof import Proofs
 from hetero.train.engine.room import Excess, Room, Seen
 from hetero.train.engine.tradeoff import Tradeoff
 from hetero.train.model.host_work import host_work
@@ -65,15 +66,14 @@ class Choice(Protocol):
 
     tries: bool
     """Whether to compute units again for a proof even if their policies do not."""
-    learned: bool
-    """Whether a proof was decided since this was set to False."""
+
+    @property
+    def proofs(self) -> Proofs:
+        """Whether units can be computed again."""
 
     @property
     def is_trying(self) -> bool:
         """Whether a unit is being computed again for a proof."""
-
-    def is_open(self, unit: int) -> bool:
-        """Whether it is not proven yet that a unit can be computed again."""
 
     def used(self, unit: int) -> Policy:
         """Return the policy of a unit's last forward."""
@@ -367,14 +367,14 @@ class Fitting:
         self._inputs.append(inputs)
         if not self._tried and inputs >= self._largest.input_bytes:
             self._largest = Seen(inputs, peak)
-        if self._choice.learned:
+        if self._choice.proofs.learned:
             self._in_vain, self._rest = 0, REST
         if self._choice.may_change and inputs and self._is_due():
             self._chosen_for = max(self._inputs)
             forecast.scale = self._chosen_for / inputs
             self._choose_all(units)
             forecast.scale = 1.0
-            self._choice.learned = False
+            self._choice.proofs.learned = False
         self._try(units)
         # 3. a step that fitted is no error, though the measured peak includes a margin
         seen = 0 if self._tried else self.meter.seen_bytes()
@@ -386,10 +386,8 @@ class Fitting:
         self._resting = max(0, self._resting - 1)
         if self._in_vain >= PATIENCE:  # backward does not reach some unit
             self._in_vain, self._resting, self._rest = 0, self._rest, 2 * self._rest
-        choice = self._choice
-        choice.tries = (
-            choice.may_change and not self._resting and any(choice.is_open(unit) for unit in units)
-        )
+        choice, is_open = self._choice, self._choice.proofs.is_open
+        choice.tries = choice.may_change and not self._resting and any(map(is_open, units))
 
     @property
     def is_decided(self) -> bool:
@@ -404,7 +402,7 @@ class Fitting:
         if fits:
             self._tight.clear()
         near = SHRUNK * self._chosen_for <= top <= self._chosen_for
-        return self._choice.learned or self._tradeoff.is_due or not (near and fits)
+        return self._choice.proofs.learned or self._tradeoff.is_due or not (near and fits)
 
     def _choose_all(self, units: Sequence[int]) -> None:
         """Choose for all units, leaving room for as much else as possible.

@@ -185,7 +185,7 @@ class Foresight:
         """Whether there is room for a unit to keep its activations, if all after it do so."""
         forecast, held = self._forecast, self._saved.footprint.live_bytes
         room = (1 - MARGIN - self._withheld) * self._room.n_bytes
-        if self._activations.is_open(unit):
+        if self._activations.proofs.is_open(unit):
             room -= DIGEST_BYTES
         if unit not in forecast.rows:
             return forecast.unseen_bytes(held) <= UNSEEN * room
@@ -196,7 +196,7 @@ class Foresight:
         """Recompute a unit if it is proven to give the same bits; else let its activations go down,
         or recompute it and compare, where there is no room below."""
         activations = self._activations
-        if activations.may_recompute(unit):
+        if activations.proofs.holds(unit):
             activations.policies[unit] = RECOMPUTE
         else:
             if self._may_try and not activations.tries:
@@ -223,8 +223,8 @@ class Foresight:
         self._room.end()
         self._beside_bytes = 0
         if activations.tries:
-            self._in_vain = 0 if activations.learned else self._in_vain + 1
-        activations.learned = False
+            self._in_vain = 0 if activations.proofs.learned else self._in_vain + 1
+        activations.proofs.learned = False
         self._retreats = False
         if not activations.offloads:
             self._setup.offload.shrink()

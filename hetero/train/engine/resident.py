@@ -75,7 +75,7 @@ class Resident:
         self.foresight = foresight_for(setup, self.activations, self._saved)
         if before is not None:
             self.activations.policies.update(before.activations.policies)
-            self.activations.proofs.update(before.activations.proofs)
+            self.activations.proofs.adopt(before.activations.proofs)
 
     def attach(self) -> None:
         """Apply the policies of units' activations."""
