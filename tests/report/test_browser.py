@@ -105,6 +105,21 @@ def test_search_leaves_what_it_finds(shown: Browser) -> None:
     assert shown.complaints() == []
 
 
+def test_search_finds_a_line_of_the_program(shown: Browser) -> None:
+    hidden = "(text => [...document.querySelectorAll('#peak tbody tr:not(.sum)')].filter("
+    hidden += "r => r.textContent.includes(text)).map(r => r.hidden))"
+    asked = "(text => { const f = document.querySelector('#find'); f.value = text;"
+    asked += " f.dispatchEvent(new Event('input')); })"
+    shown.ask(f"{asked}('GPT.PY:')")
+
+    assert set(shown.ask(f"{hidden}('gpt.py:')")) == {False}
+    assert set(shown.ask(f"{hidden}('state')")) == {True}
+    shown.ask(f"{asked}('blocks.2')")  # in the second table by its module, and in no other row
+    assert {True, False} == set(shown.ask(f"{hidden}('gpt.py:')"))
+    shown.ask(f"{asked}('')")
+    assert set(shown.ask(f"{hidden}('')")) == {False}
+
+
 def test_the_wheel_zooms_with_ctrl_and_scrolls_without(shown: Browser) -> None:
     shown.ask("document.activeElement.blur()")
     turn = (

@@ -34,7 +34,8 @@ from hetero.types import Tier, format_bytes
 KIB = 1024
 OPTIMIZERS = (torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 MADE = re.compile(
-    r'<th scope="row">([^<]*)</th><td class="found">([^<]*)</td><td class=num><data value="(\d+)"'
+    r'<th scope="row">([^<]*)</th><td class=num><data value="(\d+)"[^>]*>[^<]*</data></td>'
+    r'<td class=num>[^<]*</td><td class="found">([^<]*)</td>'
 )
 KEYED = re.compile(r'<data data-key="([^"]+)" value="([^"]+)"[^>]*>([^<]*)</data>')
 
@@ -107,7 +108,7 @@ def agree(page: str, summary: dict[str, Any], terminal: str) -> None:
 
 def agree_on_allocations(page: str, made: dict[str, Any], terminal: str) -> None:
     """Compare the lines of the program on the page with the summary, and with the terminal."""
-    rows = [(module, where, int(n)) for module, where, n in MADE.findall(unescape(page))]
+    rows = [(unescape(m), unescape(w), int(n)) for m, n, w in MADE.findall(page)]
     known = [(row["module"], row["where"], row["n_bytes"]) for row in made["rows"]]
 
     assert rows == [(m or "(outside of the model)", w or NO_LINE, n) for m, w, n in known]
