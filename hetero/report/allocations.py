@@ -155,7 +155,7 @@ class StepAllocations:
         self._names: dict[int, str] = {}
         self._mode: AllocationMode | None = None
         self._ending: AllocationMode | None = None  # over, and not the innermost mode
-        self._calls = 0
+        self._calls = self._forwards = 0
         self._listens = self._is_done = False
 
     @contextmanager
@@ -222,13 +222,14 @@ class StepAllocations:
 
     def _is_due(self, module: nn.Module) -> bool:
         """Whether a call is sampled: of our model, when it is settled, and under no other mode."""
-        setup = self._engine.setup
-        if self._is_done or self._ending is not None or setup.steps < WARMUP:
+        setup, trains = self._engine.setup, self._engine.optimizer is not None
+        if self._is_done or self._ending is not None or (trains and not torch.is_grad_enabled()):
             return False
-        trains = torch.is_grad_enabled() or self._engine.optimizer is None
-        if not trains or current_mode() is not None:
+        if not any(each is setup.model for each in module.modules()):
             return False
-        return any(each is setup.model for each in module.modules())
+        self._forwards += 1
+        steps = setup.steps if trains else self._forwards - 1  # without training each is a step
+        return steps >= WARMUP and current_mode() is None
 
     def _begin(self) -> None:
         model = self._engine.setup.model

@@ -8,7 +8,7 @@ during whose access LIVE grew. The rest of a category is shown without a module.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hetero.events import Event, What
@@ -160,32 +160,41 @@ def by_lines(shares: Sequence[Share], meta: Meta, tier: str) -> list[Share]:
     """Return the shares, with those of no module by the lines that made them, as far as known.
 
     The room that is reserved for activations on HBM is divided as the recorded step filled it, if
-    nothing of it is held at the peak, and the step's bytes fit.
+    all of that fits.
     """
     found = []
-    held = any(share.category == ACTIVATION for share in shares)
+    held = {share.module: share.n_bytes for share in shares if share.category == ACTIVATION}
     for share in shares:
         made = meta.made_at_peak.get(share.category, {}) if not share.module else {}
         here = tier in meta.budgets and sum(made.values()) <= share.n_bytes
         known = made if here else {}
         parts = [Share(share.category, "", n, where) for where, n in known.items()]
-        if share.category == ACTIVATION + RESERVED and tier == "HBM" and not held:
-            parts = room_of(share, meta.allocations)
+        if share.category == ACTIVATION + RESERVED and tier == "HBM":
+            parts = room_of(share, meta.allocations, held)
         found += parts
         left = share.n_bytes - sum(part.n_bytes for part in parts)
         found += [Share(share.category, share.module, left)] if left else []
     return sorted(found, key=lambda s: (-s.n_bytes, s.category, s.module, s.where))
 
 
-def room_of(share: Share, made: Allocations) -> list[Share]:
+def room_of(share: Share, made: Allocations, held: Mapping[str, int]) -> list[Share]:
     """Return a room by the modules, and the lines outside of them, that fill it in a step; empty if
-    it is smaller than they: on a CPU it is the model's alone."""
-    if made.n_bytes > share.n_bytes:
-        return []
+    it is smaller than they are: on a CPU it is the model's alone.
+
+    Bytes that modules hold at the peak, which are no part of the room, are taken from theirs.
+    """
     rows = Counter[tuple[str, str]]()
     for row in made.rows:
         rows[row.module, "" if row.module else row.where] += row.n_bytes
-    return [Share(share.category, module, n, where) for (module, where), n in rows.items()]
+    for unit, n_bytes in held.items():
+        for owner in rows:
+            if owner[0] == unit or owner[0].startswith(f"{unit}."):
+                gone = min(n_bytes, rows[owner])
+                n_bytes -= gone
+                rows[owner] -= gone
+    if rows.total() > share.n_bytes:
+        return []
+    return [Share(share.category, module, n, where) for (module, where), n in rows.items() if n]
 
 
 def shares_of(categories: dict[str, int], owned: dict[tuple[str, str], int]) -> tuple[Share, ...]:

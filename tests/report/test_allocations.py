@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import hetero
 from hetero.internals import MODULE_CALL, RUN_BACKWARD, LookingMode, current_mode
+from hetero.report.allocations import LONGEST, AllocationMode
 from hetero.report.examine import SUMMARY, examine
 from hetero.report.measure import measure
 from hetero.report.peaks import by_lines, shares_of
@@ -226,6 +227,32 @@ def test_one_step_is_seen_and_torchs_functions_are_put_back(tmp_path: Path) -> N
     assert modes == [nothing, nothing, [False, True, False, False], nothing, nothing]
 
 
+class Noting(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[Any] = []
+        self.modes: list[bool] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.append(MODULE_CALL.owner.__call__)
+        self.modes.append(current_mode() is not None)
+        return super().forward(x)
+
+
+def test_a_wrapper_that_other_code_kept_begins_nothing(tmp_path: Path) -> None:
+    model: Any = hetero.prepare(Noting(), device="cpu")
+    with profile(model, tmp_path / "run"), torch.no_grad():
+        for _ in range(4):
+            model(torch.randn(BATCH, WIDTH))
+        assert model.calls[1] is not model.calls[3]  # it was replaced until the one that is seen
+        model.calls[1](model, torch.randn(BATCH, WIDTH))
+    with torch.no_grad():
+        model.calls[1](model, torch.randn(BATCH, WIDTH))
+
+    assert model.modes == [False, False, True, False, False, False]
+    hetero.release(model)
+
+
 class Failing(Net):
     fails = False
 
@@ -237,7 +264,7 @@ class Failing(Net):
 
 
 def failing_after(model: nn.Module, x: Tensor) -> Tensor:
-    out = model(x)
+    model(x)
     raise ValueError("the loop's")
 
 
@@ -302,6 +329,7 @@ def test_a_backward_that_fails_leaves_no_mode(tmp_path: Path) -> None:
 
 def test_no_tensor_lives_longer_for_being_seen(tmp_path: Path) -> None:
     left: list[bool] = []
+    kept: list[Tensor] = []  # what lives on does not keep the mode
 
     def dropping(model: nn.Module, x: Tensor) -> Tensor:
         out = model(x)
@@ -310,16 +338,66 @@ def test_no_tensor_lives_longer_for_being_seen(tmp_path: Path) -> None:
             storage, tensor = weakref.ref(made.untyped_storage()), weakref.ref(made)
             del made
         left.append(storage() is None and tensor() is None)
+        kept.append(out.detach().clone())
         return out.square().mean()
 
     with training(loss=dropping, device="cpu") as ours:
+        gc.collect()
         gc.disable()
         try:
             found = ours.recorded(tmp_path / "run")
+            assert not [each for each in gc.get_objects() if type(each) is AllocationMode]
         finally:
             gc.enable()
     assert left == [True] * 4
     assert max(row.n_bytes for row in found.rows if row.where.startswith(LINE)) == LOGITS
+
+
+def test_what_was_there_before_the_step_is_left_out(tmp_path: Path) -> None:
+    scratch = torch.zeros(TIMES, BATCH * WIDTH)
+
+    def in_place(model: nn.Module, x: Tensor) -> Tensor:
+        out = model(x)
+        with torch.no_grad():
+            scratch.add_(1)
+            scratch.view(-1)[:BATCH].mul_(2)
+        return out.square().mean()
+
+    with training(loss=in_place, device="cpu") as ours:
+        found = ours.recorded(tmp_path / "run")
+    assert found.rows and LOGITS not in {row.n_bytes for row in found.rows}
+
+
+def test_a_tensor_that_grows_counts_as_it_is(tmp_path: Path) -> None:
+    grown: list[Tensor] = []
+
+    def growing(model: nn.Module, x: Tensor) -> Tensor:
+        loss = loss_of(model, x)
+        grown[:] = [torch.zeros(8)]
+        grown[0].resize_(3 * LOGITS // 4)
+        torch.zeros(LOGITS)  # the most of all is when this was there
+        return loss
+
+    with training(loss=growing, device="cpu") as ours:
+        found = ours.recorded(tmp_path / "run")
+    assert 3 * LOGITS in {row.n_bytes for row in found.rows}
+
+
+def test_forwards_without_a_backward_are_seen_up_to_some_number(tmp_path: Path) -> None:
+    seen: list[bool] = []
+
+    def many(model: nn.Module, x: Tensor) -> Tensor:
+        outs = []
+        for _ in range(LONGEST + 4):
+            outs.append(model(x))
+            seen.append(current_mode() is not None)
+        return torch.stack(outs).square().mean()
+
+    with training(loss=many, device="cpu") as ours:
+        found = ours.recorded(tmp_path / "run", 3)
+    assert seen[-LONGEST - 4 :] == [True] * LONGEST + [False] * 4
+    (last,) = (row for row in found.rows if row.module == "Net")
+    assert last.n_bytes >= LONGEST * BATCH * WIDTH * 4
 
 
 def test_a_recording_leaves_nothing_that_refers_to_the_model(tmp_path: Path) -> None:
@@ -420,8 +498,11 @@ def test_a_room_is_divided_as_a_step_filled_it() -> None:
                            Allocation("", "loop.py:3 main", 3)])  # fmt: skip
     meta = Meta(mode="paged", budgets={"HBM": 100}, allocations=made)
 
-    def shown(categories: dict[str, int], tier: str = "HBM") -> set[tuple[str, str, str, int]]:
-        shares = by_lines(shares_of(categories, {}), meta, tier)
+    def shown(
+        categories: dict[str, int], tier: str = "HBM", **held: int
+    ) -> set[tuple[str, str, str, int]]:
+        owned = {("activation", unit): n_bytes for unit, n_bytes in held.items()}
+        shares = by_lines(shares_of(categories, owned), meta, tier)
         assert sum(share.n_bytes for share in shares) == sum(categories.values())
         return {(s.category, s.module, s.where, s.n_bytes) for s in shares}
 
@@ -435,7 +516,16 @@ def test_a_room_is_divided_as_a_step_filled_it() -> None:
     assert shown({room: 12}) == {(room, "a.0", "", 9), (room, "", "loop.py:3 main", 3)}
     assert shown({room: 11}) == {(room, "", "", 11)}  # of less room than that
     assert shown({room: 20}, "HOST") == whole
-    assert shown({room: 20, "activation": 1}) == whole | {("activation", "", "", 1)}
+    loop = (room, "", "loop.py:3 main", 3)
+    assert shown({room: 20, "activation": 7}, a=4, b=3) == {  # b's was there before the step
+        *{("activation", "a", "", 4), ("activation", "b", "", 3)},
+        *{(room, "a.0", "", 5), loop, (room, "", "", 12)},
+    }
+    assert shown({room: 3, "activation": 12}, a=12) == {("activation", "a", "", 12), loop}
+    assert shown({room: 2, "activation": 12}, a=12) == {
+        ("activation", "a", "", 12),
+        (room, "", "", 2),
+    }
 
 
 def test_places_are_summed_over_their_modules() -> None:
