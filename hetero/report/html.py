@@ -184,7 +184,8 @@ def listed(values: Mapping[str, object], form: str) -> str:
 
 
 ROWS: tuple[Callable[..., Any], ...] = (
-    *(views.allocated, views.by_step, views.charged, views.comings, views.compared, views.doubts),
+    *(views.allocated, views.by_place, views.by_step, views.charged, views.comings),
+    *(views.compared, views.doubts),
     *(views.filled, views.leaves_of, views.off, views.parts_of, views.peak_colours),
     *(views.peak_keys, views.refetches, views.step_parts, placed, plane_height, fits, figure),
     *(keyed, listed, paint, still_curve, still_lanes, still_levels, still_stays, top_of, curves),
@@ -193,6 +194,7 @@ WORDS = {
     "BINS": BINS,
     "CATEGORY_NOTES": words.CATEGORY_NOTES,
     "LANE_LABELS": words.LANE_LABELS,
+    "NO_LINE": views.NO_LINE,
     "NO_MODULE": views.NO_MODULE,
     "NO_STEPS": views.NO_STEPS,
     "NS": NS,

@@ -11,7 +11,7 @@ from hetero.events import What
 from hetero.report.levels import Timeline, timelines
 from hetero.report.peaks import Peak, peak_of
 from hetero.report.residency import Counts, Residency, counts_of, residency_of
-from hetero.report.run import Meta, Run
+from hetero.report.run import Allocations, Meta, Run
 from hetero.report.timing import Steps, steps_of, sums
 from hetero.report.traffic import (
     Bound,
@@ -211,6 +211,19 @@ class TrafficFigures:
 
 
 @dataclass(frozen=True, slots=True)
+class AllocationFigures:
+    """What lived when most bytes did, from one step's begin to its backward."""
+
+    step: int
+    """-1: no step was seen, and the rest is empty."""
+    peak_bytes: int
+    outside_bytes: int
+    """Of it, what the program made outside of the model."""
+    rows: tuple[dict[str, str | int], ...]
+    """``module``, ``where`` (lines of the program) and ``n_bytes``; the largest first."""
+
+
+@dataclass(frozen=True, slots=True)
 class Summary:
     """The figures of a run under stable keys: the contents of ``summary.json``, named in claims."""
 
@@ -227,6 +240,7 @@ class Summary:
     lanes: dict[str, LaneFigures]
     fetch: FetchFigures
     traffic: TrafficFigures
+    allocations: AllocationFigures
     events: int
     dropped_events: int
     schema: int = SUMMARY_SCHEMA
@@ -268,6 +282,7 @@ def summarize(measured: Measured, advice: tuple[str, ...] = ()) -> Summary:
         lanes={lane.lane: lane_figures(measured, lane) for lane in measured.lanes},
         fetch=fetch_figures(measured),
         traffic=traffic_figures(measured),
+        allocations=allocation_figures(meta.allocations),
         events=len(run.events),
         dropped_events=run.dropped,
         advice=advice,
@@ -284,6 +299,12 @@ def tier_figures(peak: Peak) -> TierFigures:
         peak.unit,
         dict(peak.categories),
     )
+
+
+def allocation_figures(found: Allocations) -> AllocationFigures:
+    outside_bytes = sum(row.n_bytes for row in found.rows if not row.module)
+    rows = tuple(asdict(row) for row in found.rows)
+    return AllocationFigures(found.step, found.n_bytes, outside_bytes, rows)
 
 
 def step_figures(measured: Measured) -> StepFigures:

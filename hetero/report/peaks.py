@@ -7,16 +7,18 @@ during whose access LIVE grew. The rest of a category is shown without a module.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hetero.events import Event, What
-from hetero.report.levels import Timeline
+from hetero.report.levels import RESERVED, Timeline
 from hetero.report.residency import Residency
-from hetero.report.run import Meta
+from hetero.report.run import Allocations, Meta
 from hetero.report.timing import Steps
 
 HOMES = ("grad", "master", "state")
+ACTIVATION = "activation"
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,16 +157,44 @@ def release(held: dict[int, int], unit: int, n_bytes: int) -> None:
 
 
 def by_lines(shares: Sequence[Share], meta: Meta, tier: str) -> list[Share]:
-    """Return the shares, with those of no module by the lines that made them, as far as known."""
+    """Return the shares, with those of no module by the lines that made them, as far as known.
+
+    The room that is reserved for activations on HBM is divided as the recorded step filled it, if
+    all of that fits.
+    """
     found = []
+    held = {share.module: share.n_bytes for share in shares if share.category == ACTIVATION}
     for share in shares:
         made = meta.made_at_peak.get(share.category, {}) if not share.module else {}
         here = tier in meta.budgets and sum(made.values()) <= share.n_bytes
         known = made if here else {}
-        found += [Share(share.category, "", n, where) for where, n in known.items()]
-        left = share.n_bytes - sum(known.values())
+        parts = [Share(share.category, "", n, where) for where, n in known.items()]
+        if share.category == ACTIVATION + RESERVED and tier == "HBM":
+            parts = room_of(share, meta.allocations, held)
+        found += parts
+        left = share.n_bytes - sum(part.n_bytes for part in parts)
         found += [Share(share.category, share.module, left)] if left else []
     return sorted(found, key=lambda s: (-s.n_bytes, s.category, s.module, s.where))
+
+
+def room_of(share: Share, made: Allocations, held: Mapping[str, int]) -> list[Share]:
+    """Return a room by the modules, and the lines outside of them, that fill it in a step; empty if
+    it is smaller than they are: on a CPU it is the model's alone.
+
+    Bytes that modules hold at the peak, which are no part of the room, are taken from theirs.
+    """
+    rows = Counter[tuple[str, str]]()
+    for row in made.rows:
+        rows[row.module, "" if row.module else row.where] += row.n_bytes
+    for unit, n_bytes in held.items():
+        for owner in rows:
+            if owner[0] == unit or owner[0].startswith(f"{unit}."):
+                gone = min(n_bytes, rows[owner])
+                n_bytes -= gone
+                rows[owner] -= gone
+    if rows.total() > share.n_bytes:
+        return []
+    return [Share(share.category, module, n, where) for (module, where), n in rows.items() if n]
 
 
 def shares_of(categories: dict[str, int], owned: dict[tuple[str, str], int]) -> tuple[Share, ...]:

@@ -22,6 +22,7 @@ from hetero.events import EventLog
 from hetero.memory.layout import Bucket
 from hetero.plan.hardware import find, sha256
 from hetero.plan.machine import MachineProfile
+from hetero.report.allocations import StepAllocations
 from hetero.report.plain import watch
 from hetero.report.run import BucketMeta, Meta, Recorder, Run
 from hetero.status import axes_of, update_place
@@ -159,9 +160,11 @@ def _watching(
         )
     engine.setup.device.watch(True)
     engine.setup.log.annotates = engine.setup.device.is_cuda  # ranges for the vendor's profiler
+    made = StepAllocations(engine)
     try:
         engine.restate()
-        yield engine.setup.log, lambda: meta_of(engine)
+        with made.watching():
+            yield engine.setup.log, lambda: replace(meta_of(engine), allocations=made.found)
     finally:
         engine.setup.device.watch(False)
         engine.setup.log.annotates = False

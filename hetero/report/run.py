@@ -61,6 +61,31 @@ class BucketMeta:
         return self.n_bytes if self.home_bytes is None else self.home_bytes
 
 
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """Bytes on the device that one place of the program made."""
+
+    module: str
+    """The innermost module that computed; empty outside of the model."""
+    where: str
+    """The innermost lines of the program; empty if there were none."""
+    n_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Allocations:
+    """What lived when most bytes did, between a step's begin and its backward."""
+
+    step: int = -1
+    """Number of the step that was seen; -1: none was."""
+    rows: list[Allocation] = field(default_factory=list)
+    """The largest first."""
+
+    @property
+    def n_bytes(self) -> int:
+        return sum(row.n_bytes for row in self.rows)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Meta:
     """The description of a run."""
@@ -100,6 +125,8 @@ class Meta:
     """Bytes that the drives are rated to take in their life; None: unknown."""
     made_at_peak: dict[str, dict[str, int]] = field(default_factory=dict)
     """Of HBM's peak, what no module made: by category, bytes by lines of the program."""
+    allocations: Allocations = field(default_factory=Allocations)
+    """Of one step of a prepared model."""
     rank: int = 0
     n_ranks: int = 1
     """That have the model together."""
@@ -119,7 +146,8 @@ class Meta:
         buckets = [known(BucketMeta, row) for row in rows] if isinstance(rows, list) else rows
         columns = data.get("columns", COLUMNS)
         columns = tuple(columns) if isinstance(columns, list) else columns
-        found = known(cls, {**data, "buckets": buckets, "columns": columns})
+        made = allocations_of(data.get("allocations", {}))
+        found = known(cls, {**data, "buckets": buckets, "columns": columns, "allocations": made})
         if any(not -1 <= bucket.unit < len(found.units) for bucket in found.buckets):
             raise Unparsable("a bucket is of a unit that is not there")
         return found
@@ -232,6 +260,13 @@ def is_row(row: Any, places: Sequence[int], meta: Meta) -> bool:
         and -1 <= event.bucket < len(meta.buckets)
         and (event.what != What.MOVE.value or event.lane in COPY_LANES)
     )
+
+
+def allocations_of(data: Any) -> Allocations:
+    """Return allocations from JSON; Unparsable for other data."""
+    rows = data.get("rows", []) if isinstance(data, dict) else []
+    parsed = [known(Allocation, row) for row in rows] if isinstance(rows, list) else rows
+    return known(Allocations, {**data, "rows": parsed} if isinstance(data, dict) else data)
 
 
 def known(kind: type[T], row: Any) -> T:

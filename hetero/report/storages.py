@@ -16,14 +16,13 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
 
 from hetero.events import EventLog, What
 from hetero.internals import LookingMode, is_traceable_wrapper_subclass
+from hetero.report.lines import ProgramLines
 from hetero.train.activations.meter import tensors_in
 from hetero.types import Kind, Tier
 
@@ -33,8 +32,6 @@ CATEGORIES: tuple[Category, ...] = (
     *(Kind.PARAM, Kind.GRAD, Kind.STATE, Kind.ACTIVATION, Kind.BUFFER),
     OTHER,
 )
-FRAMES = 2  # of a place in the program
-NOT_THE_PROGRAM = ("torch", "hetero.report", "hetero.internals", "contextlib")
 OWNED = (Kind.PARAM, Kind.GRAD, Kind.STATE, Kind.BUFFER)
 
 
@@ -76,6 +73,7 @@ class Storages(LookingMode):
         self._owned: set[int] = set()
         self._coming: deque[tuple[Change, ...]] = deque()
         self._lock = threading.Lock()
+        self._lines = ProgramLines()
         self._held: Counter[tuple[Category, str]] = Counter()
         self._peak = self._total = 0
         self._rises = False
@@ -186,7 +184,8 @@ class Storages(LookingMode):
 
     def _note(self, storage: torch.UntypedStorage, category: Category) -> Change:
         key = storage._cdata
-        where = "" if category in OWNED or self._log.access >= 0 else lines_of_program()
+        inside = category in OWNED or self._log.access >= 0
+        where = "" if inside else self._lines.here(sys._getframe(1))
         counts = storage.device == self._place
         row = LiveStorage(category, storage.nbytes(), counts=counts, where=where)
 
@@ -228,15 +227,3 @@ class Storages(LookingMode):
             log.add(What.LEVEL, t, t, tier=self._tier, category=category, n_bytes=now_bytes)
         if self._total > self._peak:
             self._peak, self._rises = self._total, True
-
-
-def lines_of_program() -> str:
-    """Return the innermost two lines of the program that led here, without torch's and ours."""
-    found: list[str] = []
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and len(found) < FRAMES:
-        if not frame.f_globals.get("__name__", "").startswith(NOT_THE_PROGRAM):
-            code = frame.f_code
-            found.append(f"{Path(code.co_filename).name}:{frame.f_lineno} {code.co_name}")
-        frame = frame.f_back
-    return " < ".join(found)

@@ -15,6 +15,7 @@ from hetero.report.advice import Advice, headline, verdict
 from hetero.report.claims import ClaimVerdict
 from hetero.report.measure import NS, Measured
 from hetero.report.peaks import Peak
+from hetero.report.views import by_place
 from hetero.report.words import (
     LANE_LABELS,
     TERMINAL,
@@ -72,6 +73,7 @@ def lines(
     yield what_it_is(measured)
     yield Text(f"{sentence} {verdict(measured)}")
     yield tiers(measured, style)
+    yield from places(measured)
     if measured.steps.steady:
         yield times(measured, style)
         yield from traffic(measured)
@@ -114,6 +116,15 @@ def tier_cells(peak: Peak) -> tuple[str, ...]:
         escape(where + (f", {peak.unit}" if peak.unit else "")),
         escape(", ".join(f"{name} {format_bytes(n)}" for name, n in owned)),
     )
+
+
+def places(measured: Measured) -> Iterator[Text]:
+    """Yield the lines of the program that made most of what lived before a backward."""
+    found = measured.meta.allocations
+    most = by_place(found)[:OWNERS]
+    if most:
+        said = ", ".join(f"{place.where} {format_bytes(place.n_bytes)}" for place in most)
+        yield Text(f"Before backward, step {found.step} held {format_bytes(found.n_bytes)}: {said}")
 
 
 def times(measured: Measured, style: Style) -> Table:

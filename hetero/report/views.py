@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -14,6 +14,7 @@ from hetero.events import What
 from hetero.report.levels import Timeline
 from hetero.report.measure import NS, Measured
 from hetero.report.peaks import Peak, Share
+from hetero.report.run import Allocation, Allocations
 from hetero.report.svg import BarPiece, Leaf
 from hetero.report.timing import StepTime
 from hetero.report.words import format_seconds, format_share, is_light, part_label, shades
@@ -22,6 +23,8 @@ from hetero.types import format_bytes
 LEAVES = 60  # rectangles of a treemap
 NO_STEPS = "No complete step was recorded."
 NO_MODULE = "no module recorded"
+NO_LINE = "no line recorded"
+NAMED = 2  # modules of a line that are named
 WITHOUT = "without hetero"
 REHEARSED, ESTIMATED = "rehearsed", "estimated"  # rows of a plan
 
@@ -225,6 +228,34 @@ def leaf_of(share: Share, peak: Peak, colour: str, light: bool) -> Leaf:
     detail = f"{share.category}, {size}" if named else f"{size}, {NO_MODULE}"
     label = named or share.category
     return Leaf(share.n_bytes, colour, label, detail, light, share.category)
+
+
+class LineBytes(NamedTuple):
+    """What one place of the program made, in whichever modules."""
+
+    where: str
+    n_bytes: int
+    modules: str
+    """The largest first; empty outside of the model."""
+
+
+def by_place(found: Allocations) -> list[LineBytes]:
+    """Return allocations by their lines alone, the largest first."""
+    rows: dict[str, list[Allocation]] = {}
+    for row in found.rows:
+        rows.setdefault(row.where or NO_LINE, []).append(row)
+    places = [
+        LineBytes(where, sum(row.n_bytes for row in made), short([r.module for r in made]))
+        for where, made in rows.items()
+    ]
+    return sorted(places, key=lambda place: (-place.n_bytes, place.where))
+
+
+def short(modules: Sequence[str]) -> str:
+    """Return the first names of many."""
+    names = list(dict.fromkeys(filter(None, modules)))
+    rest = len(names) - NAMED
+    return ", ".join(names[:NAMED]) + (f" and {rest} more" if rest > 0 else "")
 
 
 # -- predicted and measured ----------------------------------------------------------------------

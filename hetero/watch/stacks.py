@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import runpy
 import sys
 import traceback
@@ -12,7 +13,8 @@ from typing import NamedTuple
 import torch
 
 OURS = str(Path(__file__).resolve().parent.parent)
-NOT_THEIRS = (str(Path(torch.__file__).resolve().parent), OURS, "<frozen ")
+TORCH = str(Path(torch.__file__).resolve().parent)
+NOT_THEIRS = (TORCH, OURS, contextlib.__file__, "<frozen ")
 MAIN = runpy.run_path.__code__.co_filename  # it ran the program: what called it is ours
 DEEPEST = 8  # frames of the user's that are kept, the innermost
 FARTHEST = 200  # frames that are looked at

@@ -15,7 +15,7 @@ from hetero.report.advice import advise, headline
 from hetero.report.html import LONGEST, asset, digest, pages, render
 from hetero.report.levels import reduced
 from hetero.report.measure import Measured, measure, summarize
-from hetero.report.run import Run
+from hetero.report.run import Allocation, Allocations, Run
 from hetero.report.series import delta, series_of, undelta, windows
 from hetero.report.still import outline, sampled, still_levels
 from hetero.report.svg import HIGH, WIDE, Rectangle, fits, squarify
@@ -149,8 +149,8 @@ def test_sizes_say_their_bytes(page: str, measured: Measured) -> None:
 def test_names_of_a_model_cannot_leave_their_place(measured: Measured) -> None:
     run = paged(3)
     evil = "</script><img src=x onerror=alert(1)>"
-    meta = type(run.meta)(**{**run.meta.as_json(), "model": evil, "units": [evil] * 8,
-                             "buckets": run.meta.buckets})  # fmt: skip
+    made = Allocations(2, [Allocation(evil, evil, 2), Allocation("", evil, 1)])
+    meta = replace(run.meta, model=evil, units=[evil] * 8, allocations=made)
     read = Reader(page_of(measure(Run.of(meta, run.events))))
 
     assert read.open == [] and read.all("img") == []

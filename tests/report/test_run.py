@@ -12,7 +12,18 @@ import pytest
 
 from hetero.errors import ConfigError, DiskFull, StorageError
 from hetero.events import Event, EventLog, What
-from hetero.report.run import COLUMNS, EVENTS, META, SCHEMA, BucketMeta, Meta, Recorder, Run
+from hetero.report.run import (
+    COLUMNS,
+    EVENTS,
+    META,
+    SCHEMA,
+    Allocation,
+    Allocations,
+    BucketMeta,
+    Meta,
+    Recorder,
+    Run,
+)
 from hetero.types import Kind, Lane, Tier
 
 FULL = Meta(
@@ -26,6 +37,7 @@ FULL = Meta(
     ceilings={"h2d": 1.5},
     versions={"torch": "2"},
     settings={"hbm": 10},
+    allocations=Allocations(2, [Allocation("a", "net.py:3 forward", 8), Allocation("", "", 4)]),
 )
 
 
@@ -178,6 +190,18 @@ def test_a_file_that_is_no_log_is_refused(tmp_path: Path) -> None:
     write(tmp_path, 1)
     (tmp_path / EVENTS).write_bytes(b"this is not gzip at all")
     with pytest.raises(ConfigError, match=EVENTS):
+        Run.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "made",
+    [3, [], {"rows": 3}, {"rows": [3]}, {"rows": [{"module": "a"}]}, {"step": "2"},
+     {"rows": [{"module": "a", "where": 1, "n_bytes": 2}]}],
+)  # fmt: skip
+def test_allocations_that_no_recording_has_are_refused(tmp_path: Path, made: object) -> None:
+    write(tmp_path, 1)
+    (tmp_path / META).write_text(json.dumps({**FULL.as_json(), "allocations": made}))
+    with pytest.raises(ConfigError, match="is no run"):
         Run.load(tmp_path)
 
 

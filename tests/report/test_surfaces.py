@@ -6,7 +6,9 @@ import io
 import json
 import random
 import re
+from collections import Counter
 from dataclasses import dataclass
+from html import unescape
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +26,17 @@ from hetero.rehearse.plan import Plan, plan
 from hetero.report.examine import SUMMARY, examine
 from hetero.report.measure import figures
 from hetero.report.profile import profile
-from hetero.report.views import WITHOUT
+from hetero.report.views import NO_LINE, WITHOUT
 from hetero.report.words import format_rate, format_seconds
 from hetero.train.engine import setup as engine_setup
 from hetero.types import Tier, format_bytes
 
 KIB = 1024
 OPTIMIZERS = (torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
+MADE = re.compile(
+    r'<th scope="row">([^<]*)</th><td class=num><data value="(\d+)"[^>]*>[^<]*</data></td>'
+    r'<td class=num>[^<]*</td><td class="found">([^<]*)</td>'
+)
 KEYED = re.compile(r'<data data-key="([^"]+)" value="([^"]+)"[^>]*>([^<]*)</data>')
 
 
@@ -97,6 +103,25 @@ def agree(page: str, summary: dict[str, Any], terminal: str) -> None:
         of_tier = summary[tier["tier"].lower()]
         assert (tier["peak"], tier["budget"]) == (of_tier["peak_bytes"], of_tier["budget_bytes"])
         assert sum(of_tier["at_peak_bytes"].values()) == of_tier["peak_bytes"]
+    agree_on_allocations(page, summary["allocations"], terminal)
+
+
+def agree_on_allocations(page: str, made: dict[str, Any], terminal: str) -> None:
+    """Compare the lines of the program on the page with the summary, and with the terminal."""
+    rows = [(unescape(m), unescape(w), int(n)) for m, n, w in MADE.findall(page)]
+    known = [(row["module"], row["where"], row["n_bytes"]) for row in made["rows"]]
+
+    assert rows == [(m or "(outside of the model)", w or NO_LINE, n) for m, w, n in known]
+    assert made["peak_bytes"] == sum(n for *_, n in known)
+    assert made["outside_bytes"] == sum(n for module, _, n in known if not module)
+    places = Counter[str]()
+    for _, where, n_bytes in known:
+        places[where or NO_LINE] += n_bytes
+    said = [f"{where} {format_bytes(n)}" for where, n in places.most_common(1)]
+    if known:
+        held = f"Before backward, step {made['step']} held {format_bytes(made['peak_bytes'])}: "
+        assert held + said[0] in terminal
+    assert bool(known) == ("Before backward" in terminal)
 
 
 def recorded(setting: Setting, folder: Path) -> hetero.Status:
@@ -127,6 +152,7 @@ def test_terminal_page_json_and_status_of_a_run_show_the_same(seed: int, tmp_pat
     terminal = texts(made.show)
 
     agree((tmp_path / "page.html").read_text(), summary, terminal)
+    assert summary["allocations"]["rows"]
     assert summary == json.loads(json.dumps(made.as_json()))
     for name, row in status.tiers.items():
         if name.lower() in summary:

@@ -615,8 +615,9 @@
     const matches = (text) => !asked || text.includes(asked)
       || units.has(text.replace(/ \(\d+\)$/, ''));
     for (const row of document.querySelectorAll('#residency tbody tr, #peak tbody tr:not(.sum)')) {
-      const text = ($('th', row) || row).textContent.toLowerCase();
-      row.hidden = !matches(text);
+      const cells = row.querySelectorAll('th, .found');
+      const texts = cells.length ? [...cells] : [row];
+      row.hidden = !texts.some((cell) => matches(cell.textContent.toLowerCase()));
       seen += !row.hidden;
     }
     for (const cell of document.querySelectorAll('.treemap > svg')) {
