@@ -335,11 +335,12 @@ def check_chunk_bytes(key: str, value: Any) -> int:
 sized = optional(lambda key, value: parse_bytes(value, key))
 one_path = optional(lambda key, value: check_paths(key, [value])[0])
 named = takes(are_names, "a list of module names", then=tuple)
+SIZES = ("hbm", "host", "nvme_bytes", "pinned")
 CHECKS: dict[str, Check] = {
     "device": takes(
         is_device, f"one of {DEVICES}; CUDA_VISIBLE_DEVICES=1 chooses a GPU", " is unknown"
     ),
-    **dict.fromkeys(("hbm", "host", "nvme_bytes", "pinned"), sized),
+    **dict.fromkeys(SIZES, sized),
     "chunk_bytes": optional(check_chunk_bytes),
     "nvme": check_paths,
     **dict.fromkeys(("weights", "profile"), one_path),
