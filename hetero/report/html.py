@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from importlib.resources import files
@@ -83,9 +84,8 @@ def render(
     style = "\n".join((asset("uplot/uPlot.min.css"), asset("report.css"), palette(measured)))
     script = "\n".join((licence(), asset("uplot/uPlot.iife.min.js"), asset("report.js")))
     meta = measured.meta
-    began = meta.began.replace(" ", "\N{NO-BREAK SPACE}")
     size = f"{meta.n_params:,} parameters" if meta.n_params else ""
-    about = (size, meta.device, meta.mode, meta.precision, meta.kind, meta.program, began)
+    about = (size, meta.device, meta.mode, meta.precision, meta.kind, meta.program)
     return (
         pages()
         .get_template("page.html")
@@ -125,6 +125,7 @@ def pages() -> Environment:
         numeric=lambda head: f"#{head}",
         for_rank=lambda rank: f"#for {rank}",
         part_label=part_label,
+        glued=glued,
     )
     made.globals.update(
         {
@@ -144,6 +145,11 @@ def size(n_bytes: float | None) -> Markup | str:
         return "no limit"
     whole = round(n_bytes)
     return DATA.format(whole, Markup(' title="{:,} bytes"').format(whole), format_bytes(n_bytes))
+
+
+def glued(text: str) -> str:
+    """Return a sentence whose numbers stay on one line with their units."""
+    return re.sub(r"(?<=\d) (?=\S)", "\N{NO-BREAK SPACE}", text)
 
 
 def timed(seconds: float) -> Markup:

@@ -3,7 +3,8 @@
 `python -m tests.report.pictures RUN [FOLDER]` writes the page of a recorded run and takes one
 picture per entry of `LOOKS`, in `docs/images` or a folder. A run worth showing, in a minute or two:
 
-    hetero train --width 192 --layers 8 --seq 128 --steps 16 --record 16 --hbm 12MiB --host 24MiB
+    hetero train --width 192 --layers 8 --heads 4 --seq 128 --steps 16 --hbm 12MiB --host 24MiB
+    python -m tests.report.pictures runs/1/run
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ LOOKS = (
 def taken(page: Browser, path: Path, look: Look) -> bytes:
     """Return the picture of a page as PNG."""
     page.look(look.width, look.height, look.is_dark)
+    page.send("Emulation.setScrollbarsHidden", hidden=True)
     page.open(path)
     page.ask(f"document.getElementById({look.section!r})?.scrollIntoView()")
     page.ask("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")

@@ -13,6 +13,7 @@ from hetero.report.make import report
 from hetero.report.values import Value
 
 from .browser import CHROMIUM, Browser, browser
+from .pictures import IMAGES, pictures
 from .synthetic import paged
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium is installed")
@@ -252,7 +253,19 @@ def test_a_phone_shows_the_page_without_scrolling_sideways(folder: Path, tmp_pat
     with browser(tmp_path, width=400) as page:
         page.open(tmp_path / "report.html")
         assert page.ask("document.documentElement.scrollWidth <= 400")
+        for box in ("#traffic .scroll", "#provenance .scroll"):
+            wide = f"(box => box.scrollWidth - box.clientWidth)(document.querySelector('{box}'))"
+            assert page.ask(wide) <= 0, box
         assert page.complaints() == []
+
+
+def test_pictures_of_the_documentation_are_of_their_sizes(folder: Path) -> None:
+    for look, picture in pictures(folder):
+        assert picture[:8] == b"\x89PNG\r\n\x1a\n"
+        there = (IMAGES / look.name).read_bytes()
+        for png in (picture, there):
+            sizes = (int.from_bytes(png[16:20], "big"), int.from_bytes(png[20:24], "big"))
+            assert sizes == (look.width, look.height), look.name
 
 
 def test_a_hundred_thousand_events_are_there_at_once(
