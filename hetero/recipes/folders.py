@@ -75,6 +75,21 @@ def recorded_in(folder: str | Path) -> Path:
     return given
 
 
+def saved_in(folder: str | Path) -> list[Path]:
+    """Return the folders of checkpoints that a path leads to: itself, or else the runs in it, or
+    else the run that a recording is of; the path where there is none."""
+    given = Path(folder)
+    if has_checkpoint(given) or given.name.startswith("step-"):
+        return [given]
+    runs = [run for run in given.glob("*") if has_checkpoint(run)]
+    of_record = given.parent if given.is_file() else given
+    if not runs and (of_record / META).exists() and has_checkpoint(of_record.parent):
+        runs = [of_record.parent]
+    return sorted(runs, key=lambda run: (len(run.name) if run.name.isdigit() else 0, run)) or [
+        given
+    ]
+
+
 def recordings(run: Path) -> Iterator[Path]:
     """Yield the recordings next to a run's checkpoints."""
     return itertools.takewhile(lambda p: (p / META).exists(), numbered(run / RECORDING))
