@@ -39,7 +39,7 @@ def banner(console: Console, start: RunStart) -> None:
         ("device", f"{start.device}{SIMULATED * (start.device == 'cpu:sim')}, {start.mode}"),
         *((each.tier, f"{size(each.n_bytes)} ({each.why})") for each in start.budgets),
         ("saves", f"in {start.folder}, every {start.save_every} steps; {start.keep} stay"),
-        *([("writes", writes(start))] if start.disks else []),
+        *([("writes", writes(start))] if start.disks and not start.is_over else []),
         ("steps", steps(start)),
         *([] if start.is_over else [("", FIRST_STEPS)]),
     ]

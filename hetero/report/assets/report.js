@@ -13,7 +13,7 @@
   const bytes = (n) => {
     if (n == null) return '';
     let size = n, unit = 'B';
-    for (const next of ['KiB', 'MiB', 'GiB', 'TiB']) {
+    for (const next of ['KiB', 'MiB', 'GiB', 'TiB', 'PiB', 'EiB']) {
       if (Math.abs(size) < 1024) break;
       size /= 1024; unit = next;
     }
