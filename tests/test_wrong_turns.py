@@ -84,6 +84,13 @@ def test_a_run_in_a_folder_with_a_space_is_resumed_reported_and_checked() -> Non
         assert call(line, "my runs").exit_code == 0
 
 
+def test_more_device_memory_than_the_system_maps_is_refused() -> None:
+    """A simulated device is RAM, mapped whole: this was a traceback."""
+    told = said(call(SMALL, "--hbm", "2EiB"))
+
+    assert "of RAM to map" in told and "--hbm" in told
+
+
 # -- your loop -----------------------------------------------------------------------------------
 
 
