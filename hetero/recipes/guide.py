@@ -128,9 +128,9 @@ class GroupedCommand(click.Command):
         try:
             return super().parse_args(ctx, args)
         except click.UsageError as error:
-            if self.name == "train" and "unexpected extra argument" in error.message:
-                error.message += f". {WORDS_OF_TRAIN}"
-            raise
+            if self.name != "train" or "unexpected extra argument" not in error.message:
+                raise
+            raise click.UsageError(f"{error.message}. {WORDS_OF_TRAIN}", ctx) from error
 
     def title_of(self, param: click.Parameter) -> str:
         """Return the title above an option."""
