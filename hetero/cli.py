@@ -437,14 +437,16 @@ def doctor(as_json: bool) -> int:
 @click.argument("directory", type=click.Path())
 @answers()
 def verify(directory: str, as_json: bool) -> int:
-    """Check every byte of the checkpoints in DIRECTORY, or of the one that it is.
+    """Check every byte of the checkpoints in DIRECTORY or in the runs in it, or of the one it is.
 
     The exit status is 1 when one is damaged, 2 when there is nothing to check.
     """
     from hetero.checkpoint.verify import verify as examine
     from hetero.recipes import show
+    from hetero.recipes.folders import saved_in
 
-    return 0 if tell(examine(directory), as_json, show.verification).ok else DISAPPOINTED
+    found = [tell(examine(each), as_json, show.verification) for each in saved_in(directory)]
+    return 0 if all(each.ok for each in found) else DISAPPOINTED
 
 
 @main.command(short_help="Run a benchmark, from a clone.")

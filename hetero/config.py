@@ -19,7 +19,7 @@ from hetero.errors import ConfigError
 from hetero.parse import Unparsable, json_of, read_text, toml_of, yaml_of
 from hetero.types import format_bytes
 
-PREFIXES = "KMGT"
+PREFIXES = "KMGTPE"
 UNITS = {  # in any case: 20GiB, 20Gi and 20G are binary, as in docker's and ulimit's; 20GB is not
     **dict.fromkeys(("", "b", "byte", "bytes"), 1),
     **{f"{p}b".lower(): 1000**power for power, p in enumerate(PREFIXES, 1)},
@@ -30,6 +30,7 @@ UNITS = {  # in any case: 20GiB, 20Gi and 20G are binary, as in docker's and uli
 SIZE = re.compile(r"(\d{1,40}(?:\.\d{1,40})?(?:e\d{1,2})?) ?([a-z]*)", re.IGNORECASE | re.ASCII)
 SIZE_FORMS = "text as '20GiB' or '20G' (2^30 each), '20GB' (10^9 each), or a number of bytes"
 MOST_BYTES = 2**62  # of anything
+FEW_BYTES = 1024  # below which a number without a unit is taken for one whose unit was forgotten
 DEVICES = ("cuda", "cpu", "cpu:sim")
 PRECISIONS = ("fp32", "bf16", "fp16")
 ACTIVATIONS = ("auto", "keep", "recompute", "offload")
@@ -48,6 +49,10 @@ def parse_bytes(value: object, key: str = "size") -> int:
     n_bytes = int(Fraction(match[1]) * unit) if match and unit else 0
     if isinstance(value, int) and not isinstance(value, bool):
         n_bytes = value
+    if match and not match[2] and 0 < n_bytes < FEW_BYTES:
+        raise ConfigError(
+            f"{key}={value!r} would be {n_bytes} bytes", advice=f"for GiB write '{value}GiB'"
+        )
     if 0 < n_bytes <= MOST_BYTES:
         return n_bytes
     understood = f"understood {n_bytes} bytes" if match and unit else "no bytes understood"
@@ -335,11 +340,12 @@ def check_chunk_bytes(key: str, value: Any) -> int:
 sized = optional(lambda key, value: parse_bytes(value, key))
 one_path = optional(lambda key, value: check_paths(key, [value])[0])
 named = takes(are_names, "a list of module names", then=tuple)
+SIZES = ("hbm", "host", "nvme_bytes", "pinned")
 CHECKS: dict[str, Check] = {
     "device": takes(
         is_device, f"one of {DEVICES}; CUDA_VISIBLE_DEVICES=1 chooses a GPU", " is unknown"
     ),
-    **dict.fromkeys(("hbm", "host", "nvme_bytes", "pinned"), sized),
+    **dict.fromkeys(SIZES, sized),
     "chunk_bytes": optional(check_chunk_bytes),
     "nvme": check_paths,
     **dict.fromkeys(("weights", "profile"), one_path),

@@ -68,11 +68,11 @@ class CopyState(IntEnum):
 def format_bytes(n_bytes: float) -> str:
     """Return a byte count for people, in binary units: ``1536 -> '1.5 KiB'``."""
     size = float(n_bytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB", "PiB"):
         if abs(size) < 1024:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.4g} {unit}"
         size /= 1024
-    return f"{size:.4g} TiB"
+    return f"{size:.4g} EiB"
 
 
 def noop(*_: Any) -> None:

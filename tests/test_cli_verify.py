@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from hetero.checkpoint.manifest import SHARD, SavedTensor
 from hetero.checkpoint.writer import Writer
 from hetero.cli import main
 from hetero.io import Folder
+from hetero.report.run import META
 
 ENTRIES = (
     SavedTensor("param", "a [red]", "", "uint8", (5000,)),
@@ -132,3 +134,35 @@ def test_verifying_does_not_load_torch(root: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
 
     assert done.stdout.splitlines()[-1] == "ended 0 False False"
+
+
+def in_order(said: str, *names: str) -> bool:
+    places = [said.find(name) for name in names]
+    return -1 not in places and places == sorted(places)
+
+
+def test_a_folder_of_runs_leads_to_the_checkpoints_of_each(root: Path, tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    for name in ("2", "10"):
+        shutil.copytree(root / "step-5", runs / name / "step-5")
+    (runs / "2" / "run").mkdir()
+    (runs / "2" / "run" / META).write_text("{}")
+    (runs / "3" / "run").mkdir(parents=True)  # a run that ended before it saved
+
+    good = call([str(runs)])
+    damage(runs / "2" / "step-5" / SHARD)
+    damaged, told = call([str(runs)]), call([str(runs), "--json"])
+
+    assert (good.exit_code, damaged.exit_code, told.exit_code) == (0, 1, 1)
+    assert in_order(good.stdout, "runs/2", "newest good: step 5", "runs/10")
+    assert [json.loads(line)["ok"] for line in told.stdout.splitlines()] == [False, True]
+    for recording in (runs / "2" / "run", runs / "2" / "run" / META):
+        assert call([str(recording)]).exit_code == 1
+
+
+def test_a_folder_without_any_checkpoint_is_refused_by_its_name(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    result = call([str(tmp_path)])
+
+    assert result.exit_code == 2
+    assert "holds no checkpoint" in result.output and "Traceback" not in result.output

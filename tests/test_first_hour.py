@@ -95,7 +95,7 @@ FOUND_BY = {
     ),
 }
 
-SMALL = "train --width 32 --layers 2 --heads 2 --seq 32 --steps 2 --device cpu:sim --record 0"
+SMALL = "train --width 32 --layers 2 --heads 2 --seq 32 --steps 2 --device cpu:sim --record none"
 
 
 @pytest.fixture(autouse=True)

@@ -18,8 +18,9 @@ import numpy.typing as npt
 import torch
 
 from hetero.config import HostLimit
+from hetero.errors import ConfigError
 from hetero.internals import capsule_of, storage_uses
-from hetero.types import Lane
+from hetero.types import Lane, format_bytes
 
 POISON = 0xFF  # a NaN in every float format, -1 in every int format
 ALONE = 2  # uses of a storage: the tensor, and the handle through which it is counted
@@ -307,7 +308,13 @@ def map_slab(n_bytes: int, *, huge: bool = True, align: int = 1) -> Slab:
     begins at a multiple of ``align`` bytes; addresses before it are never touched."""
     # Private: a forked child gets its own copies, as of torch's memory.
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    mapping = mmap.mmap(-1, max(n_bytes, 1) + align - 1, flags=flags)
+    try:
+        mapping = mmap.mmap(-1, max(n_bytes, 1) + align - 1, flags=flags)
+    except OSError as error:
+        raise ConfigError(
+            f"the system has no {format_bytes(n_bytes)} of RAM to map: {error.strerror}",
+            advice="lower hbm=, which is RAM on cpu and cpu:sim, or host=",
+        ) from error
     whole = torch.frombuffer(mapping, dtype=torch.uint8)
     first = -whole.data_ptr() % align
     if huge and n_bytes >= HUGE and hasattr(mmap, "MADV_HUGEPAGE"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,6 +27,9 @@ def folder_of(options: TrainOptions) -> Path:
         folder = Path(RUNS, str(number))
     else:
         folder = Path(options.save_dir)
+    check_writable(folder, "--save-dir")
+    if options.out is not None:
+        check_writable(options.out, "--out")
     there = has_checkpoint(folder)
     if options.resume and not there:
         raise ConfigError(
@@ -38,6 +42,22 @@ def folder_of(options: TrainOptions) -> Path:
             advice="go on from them with --resume, or name another folder with --save-dir",
         )
     return folder
+
+
+def check_writable(path: str | Path, option: str) -> None:
+    """Refuse a folder that cannot be made, before training and not after it."""
+    folder = Path(path).absolute()
+    there = next(each for each in (folder, *folder.parents) if each.exists())
+    if not there.is_dir():
+        raise ConfigError(
+            f"{option} {path}: {os.path.relpath(there)} is a file",
+            advice=f"name another directory with {option}",
+        )
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ConfigError(
+            f"{option} {path}: this user may not write in {there}",
+            advice=f"name another directory with {option}, or run in one of your own",
+        )
 
 
 def has_checkpoint(folder: Path) -> bool:
@@ -73,6 +93,21 @@ def recorded_in(folder: str | Path) -> Path:
         if there:
             return max(there, key=lambda p: (p / META).stat().st_mtime_ns)
     return given
+
+
+def saved_in(folder: str | Path) -> list[Path]:
+    """Return the folders of checkpoints that a path leads to: itself, or else the runs in it, or
+    else the run that a recording is of; the path where there is none."""
+    given = Path(folder)
+    if has_checkpoint(given) or given.name.startswith("step-"):
+        return [given]
+    runs = [run for run in given.glob("*") if has_checkpoint(run)]
+    of_record = given.parent if given.is_file() else given
+    if not runs and (of_record / META).exists() and has_checkpoint(of_record.parent):
+        runs = [of_record.parent]
+    return sorted(runs, key=lambda run: (len(run.name) if run.name.isdigit() else 0, run)) or [
+        given
+    ]
 
 
 def recordings(run: Path) -> Iterator[Path]:

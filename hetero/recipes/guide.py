@@ -21,6 +21,10 @@ SIZES_TEXT = (
     " number of bytes."
 )
 ORDER = ("train", "run", "watch", "plan", "report", "doctor", "calibrate", "verify", "bench")
+WORDS_OF_TRAIN = (
+    "A run's folder is --save-dir FOLDER (with --resume, to go on), a text --data FILE, a model"
+    " --model NAME."
+)
 OTHERS = "Others"  # title of the options that no group names
 TRAIN_GROUPS: Mapping[str, tuple[str, ...]] = {
     "Model": (
@@ -118,6 +122,15 @@ class GroupedCommand(click.Command):
         super().__init__(*args, **others)
         self.groups = {title: tuple(names) for title, names in (groups or {}).items()}
         self.examples = tuple(examples)
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse; of words that stand alone where none may, say which options take such words."""
+        try:
+            return super().parse_args(ctx, args)
+        except click.UsageError as error:
+            if self.name != "train" or "unexpected extra argument" not in error.message:
+                raise
+            raise click.UsageError(f"{error.message}. {WORDS_OF_TRAIN}", ctx) from error
 
     def title_of(self, param: click.Parameter) -> str:
         """Return the title above an option."""

@@ -24,6 +24,7 @@ BAR = 20  # columns, where there is room for all else
 LEAST_BAR = 5
 HEAVY_LIGHT = "\N{BOX DRAWINGS HEAVY HORIZONTAL}\N{BOX DRAWINGS LIGHT HORIZONTAL}"
 SIMULATED = " (simulated: its memory is limited; no CUDA)"
+STATES = "weights, gradients, what the optimizer keeps"
 FIRST_STEPS = "the first two steps measure, and are slow"
 
 
@@ -34,11 +35,11 @@ def banner(console: Console, start: RunStart) -> None:
     """Say what is about to run, where, within what, and what it leaves."""
     rows = [
         ("model", f"{start.model}, {start.parameters:,} parameters"),
-        ("states", f"{format_bytes(start.state_bytes)}: weights, gradients, two moments"),
+        ("states", f"{format_bytes(start.state_bytes)}: {STATES}"),
         ("device", f"{start.device}{SIMULATED * (start.device == 'cpu:sim')}, {start.mode}"),
         *((each.tier, f"{size(each.n_bytes)} ({each.why})") for each in start.budgets),
         ("saves", f"in {start.folder}, every {start.save_every} steps; {start.keep} stay"),
-        *([("writes", writes(start))] if start.disks else []),
+        *([("writes", writes(start))] if start.disks and not start.is_over else []),
         ("steps", steps(start)),
         *([] if start.is_over else [("", FIRST_STEPS)]),
     ]

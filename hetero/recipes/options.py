@@ -117,6 +117,8 @@ class TrainOptions:
     def __post_init__(self) -> None:
         problems = [p for name in forms(TrainOptions) for p in wrong(name, getattr(self, name))]
         problems += [unknown(key) for key in self.settings if key not in SETTINGS]
+        if self.record is not None and self.record.isdigit():
+            problems.append(f"--record {self.record} is a number: it takes a directory, or none")
         if problems:
             raise ConfigError("; ".join(problems), advice="hetero train --help lists every option")
 

@@ -139,7 +139,7 @@ class TrainResult:
 
     parameters: int
     state_bytes: int
-    """Parameters, gradients and moments."""
+    """Weights, gradients, masters and what the optimizer keeps."""
     data_tokens: int
     """Tokens with a loss, in all of the data."""
     unit: str

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from hetero.api import engine_of
 from hetero.config import Config
 from hetero.device import open_device
 from hetero.errors import ConfigError
@@ -122,14 +123,18 @@ class Size(NamedTuple):
 
     parameters: int
     state_bytes: int
-    """Of parameters, gradients and moments."""
+    """Of weights, gradients, masters and what the optimizer keeps."""
 
 
 def size_of(model: nn.Module) -> Size:
-    return Size(sum(p.numel() for p in model.parameters()), states_of(model))
+    """Return the size of a prepared model, as its recordings and their reports say it."""
+    setup = engine_of(model).setup
+    numels = [param.numel() for param in setup.params]
+    return Size(sum(numels), setup.blueprint.state_bytes(numels))
 
 
 def states_of(model: nn.Module) -> int:
-    """Return the bytes of parameters, and of the gradients and two moments of those that train."""
+    """Return the bytes of parameters, and of the gradients and two moments of those that train:
+    of a model that is not prepared yet, to choose budgets."""
     sizes = ((p.numel() * p.element_size(), p.requires_grad) for p in model.parameters())
     return sum(4 * n_bytes if trains else n_bytes for n_bytes, trains in sizes)

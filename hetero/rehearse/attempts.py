@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -56,7 +56,8 @@ def until_it_fits(scene: Scene) -> Fitted:
     """Rehearse with budgets raised until all fits.
 
     A model that stays on its device, and finds no room there for what units leave, is rehearsed in
-    other ways. If none fits, no budget helps but one with which it stays.
+    other ways, of which the fastest that fits is taken. If none fits, no budget helps but one with
+    which it stays.
     """
     short: dict[str, Shortfall] = {}
     raises = Raises()
@@ -70,7 +71,9 @@ def until_it_fits(scene: Scene) -> Fitted:
             found, error = None, raised
         if error is None and found is not None:
             if not overflows(scene, found):
-                return Fitted(found, scene.config, tuple(short.values()))
+                fitted = Fitted(found, scene.config, tuple(short.values()))
+                lacked = {} if stayed is None else stayed.short
+                return best([fitted, *as_they_are(others, tuple(lacked.values()))])
             if stayed is None:
                 others = ways(scene, found.blueprint)
             stayed = Stayed(scene, dict(short), found.peaks[Tier.HBM])
@@ -93,6 +96,26 @@ def until_it_fits(scene: Scene) -> Fitted:
         f"no budgets were found that hold this model: {error}",
         advice="lower the batch, or split the largest unit with units=",
     )
+
+
+def as_they_are(scenes: Iterable[Scene], lacked: tuple[Shortfall, ...]) -> Iterator[Fitted]:
+    """Yield the rehearsals of those scenes that fit without a further raise."""
+    for scene in scenes:
+        try:
+            found = rehearse(scene)
+        except BudgetError:
+            continue
+        if found.error is None and not overflows(scene, found):
+            yield Fitted(found, scene.config, lacked)
+
+
+def best(fitting: Iterable[Fitted]) -> Fitted:
+    """Return the first of those that lack least, and among them are fastest."""
+
+    def lacks(fitted: Fitted) -> int:
+        return sum(row.short_bytes for row in fitted.shortfalls)
+
+    return min(fitting, key=lambda fitted: (lacks(fitted), fitted.found.step_seconds))
 
 
 def ways(scene: Scene, blueprint: Blueprint) -> Iterator[Scene]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import re
+import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +26,7 @@ POSITIONS = 1024  # of the one sample that is planned with if no batch is given
 MAX_LAYERS = 2**14  # that are built: a configuration of a kilobyte may ask for billions
 UNFIT = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError)
 META = torch.device("meta")
+NOT_THEIRS = re.compile(r"importlib|site-packages|" + re.escape(str(Path(__file__).parents[1])))
 BERT = set(PRESETS["bert-base-uncased"])  # keys that a plain BERT is built of
 
 
@@ -87,6 +90,15 @@ def called(model: nn.Module, name: str, batch: Any) -> Described:
     return Described(model, name, args, kwargs, shape[0], positions)
 
 
+def told(error: Exception) -> str:
+    """Return what an error of a user's code says, and the line that it came from."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [row for row in frames if not NOT_THEIRS.search(row.filename)]
+    where = f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
+    kind = "" if isinstance(error, (ImportError, AttributeError)) else f"{type(error).__name__}: "
+    return f"{kind}{error}{where}"
+
+
 def from_factory(what: str) -> tuple[nn.Module, Any]:
     """Call a function by its name; return its model, which takes no memory, and its batch.
 
@@ -95,16 +107,16 @@ def from_factory(what: str) -> tuple[nn.Module, Any]:
     module, _, name = what.rpartition(":")
     try:
         make = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
+    except Exception as error:  # the module is a user's, and may raise anything
         raise ConfigError(
-            f"{what}: {error}", advice="name a function of a module here, as mymodels:small"
+            f"{what}: {told(error)}", advice="name a function of a module here, as mymodels:small"
         ) from error
     try:
         with META:
             made = make()
-    except (TypeError, RuntimeError) as error:
+    except Exception as error:
         raise ConfigError(
-            f"{what} failed: {error}",
+            f"{what} failed: {told(error)}",
             advice="a function without arguments, which asks for no number of a tensor: it runs"
             " without memory, on the meta device",
         ) from error
@@ -151,6 +163,11 @@ def from_transformers(mapping: Mapping[str, Any]) -> nn.Module:
         from transformers import AutoConfig, AutoModelForCausalLM
     options = dict(mapping)
     kind = options.pop("model_type", None)
+    if kind is None:
+        raise ConfigError(
+            "the configuration does not say its model_type",
+            advice="name the config.json of a model, as Transformers wrote it",
+        )
     try:
         config = AutoConfig.for_model(kind, **options)
         config.use_cache = False
@@ -158,8 +175,9 @@ def from_transformers(mapping: Mapping[str, Any]) -> nn.Module:
             build: Any = AutoModelForCausalLM.from_config
             model: nn.Module = build(config, dtype=torch.float32)
     except (*UNFIT, StrictDataclassError) as error:
+        first = str(error).partition(" Should contain one of")[0]  # hundreds of names
         raise ConfigError(
-            f"transformers makes no causal language model of model_type={kind!r}: {error}",
+            f"transformers makes no causal language model of model_type={kind!r}: {first}",
             advice="pass a module, or the name of a function that makes one",
         ) from error
     return model.train()

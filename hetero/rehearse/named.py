@@ -41,6 +41,16 @@ def config_of(what: Mapping[str, Any] | str | Path) -> tuple[Mapping[str, Any], 
         return PRESETS[str(what)], str(what)
     path = Path(what)
     file = path / "config.json" if path.is_dir() else path
+    if path.suffix == ".py":
+        raise ConfigError(
+            f"{what} is a file of Python, and a plan is of a function in it",
+            advice=f"name the function, as {path.stem}:small, in the file's directory",
+        )
+    if path.is_dir() and not file.exists():
+        raise ConfigError(
+            f"the directory {what} has no config.json",
+            advice="name the directory of a model as Transformers saves it, or a published name",
+        )
     try:
         mapping = json_of(read_text(file, MAX_CONFIG_BYTES).encode())
     except (OSError, ValueError) as error:

@@ -43,7 +43,11 @@ class Advice:
 
     @property
     def text(self) -> str:
-        gain = f": at most -{format_seconds(self.gain_seconds)} a step" if self.gain_seconds else ""
+        gain = (
+            f": saves at most {format_seconds(self.gain_seconds)} a step"
+            if self.gain_seconds
+            else ""
+        )
         return f"{self.change}{gain} ({self.because})"
 
 

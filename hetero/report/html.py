@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from importlib.resources import files
@@ -13,10 +14,12 @@ from typing import Any, NamedTuple
 from jinja2 import Environment
 from markupsafe import Markup
 
+from hetero.config import SIZES
 from hetero.report import views, words
 from hetero.report.advice import Advice, headline, verdict
 from hetero.report.measure import NS, Measured, Summary, figures
 from hetero.report.peaks import unit_name
+from hetero.report.run import Meta
 from hetero.report.series import series_of
 from hetero.report.still import paint, still_curve, still_lanes, still_levels, still_stays, top_of
 from hetero.report.svg import WIDE, fits, placed, plane_height
@@ -82,7 +85,7 @@ def render(
     script = "\n".join((licence(), asset("uplot/uPlot.iife.min.js"), asset("report.js")))
     meta = measured.meta
     size = f"{meta.n_params:,} parameters" if meta.n_params else ""
-    about = (size, meta.device, meta.mode, meta.precision, meta.kind, meta.program, meta.began)
+    about = (size, meta.device, meta.mode, meta.precision, meta.kind, meta.program)
     return (
         pages()
         .get_template("page.html")
@@ -122,6 +125,7 @@ def pages() -> Environment:
         numeric=lambda head: f"#{head}",
         for_rank=lambda rank: f"#for {rank}",
         part_label=part_label,
+        glued=glued,
     )
     made.globals.update(
         {
@@ -141,6 +145,11 @@ def size(n_bytes: float | None) -> Markup | str:
         return "no limit"
     whole = round(n_bytes)
     return DATA.format(whole, Markup(' title="{:,} bytes"').format(whole), format_bytes(n_bytes))
+
+
+def glued(text: str) -> str:
+    """Return a sentence whose numbers stay on one line with their units."""
+    return re.sub(r"(?<=\d) (?=\S)", "\N{NO-BREAK SPACE}", text)
 
 
 def timed(seconds: float) -> Markup:
@@ -179,6 +188,17 @@ def said_of(key: str, value: float) -> str:
 KEYED = Markup('<data data-key="{}" value="{}">{}</data>')
 
 
+def settings_of(meta: Meta) -> str:
+    """Return a run's settings as people write them, with sizes in units."""
+    return "; ".join(f"{name}={setting(name, value)}" for name, value in meta.settings.items())
+
+
+def setting(name: str, value: object) -> str:
+    if isinstance(value, int) and name in (*SIZES, "chunk_bytes"):
+        return format_bytes(value)
+    return ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+
+
 def listed(values: Mapping[str, object], form: str) -> str:
     return ", ".join(form.format(name, value) for name, value in values.items())
 
@@ -188,7 +208,18 @@ ROWS: tuple[Callable[..., Any], ...] = (
     *(views.compared, views.doubts),
     *(views.filled, views.leaves_of, views.off, views.parts_of, views.peak_colours),
     *(views.peak_keys, views.refetches, views.step_parts, placed, plane_height, fits, figure),
-    *(keyed, listed, paint, still_curve, still_lanes, still_levels, still_stays, top_of, curves),
+    *(
+        keyed,
+        listed,
+        settings_of,
+        paint,
+        still_curve,
+        still_lanes,
+        still_levels,
+        still_stays,
+        top_of,
+        curves,
+    ),
 )
 WORDS = {
     "BINS": BINS,

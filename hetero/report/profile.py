@@ -179,9 +179,11 @@ def program() -> str:
 def meta_of(engine: Engine) -> Meta:
     """Return the description of an engine's run."""
     layout = engine.setup.blueprint.layout
+    numels = [param.numel() for param in engine.setup.params]
     return Meta(
         model=type(engine.setup.model).__name__,
-        n_params=sum(p.numel() for p in engine.setup.params),
+        n_params=sum(numels),
+        state_bytes=engine.setup.blueprint.state_bytes(numels),
         device=engine.setup.device.name,
         mode=engine.residence.name,
         update_place=update_place(engine),

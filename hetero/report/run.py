@@ -136,6 +136,8 @@ class Meta:
     """When recording began, as ``2026-11-25 02:10 UTC``; empty: unknown, or nothing ran."""
     program: str = ""
     """File name of the script, or the module, that ran; without its arguments."""
+    state_bytes: int = 0
+    """Of all parameters' weights, gradients, masters and states, without padding; 0: unknown."""
     first_seq: int | None = None
     """Number of the first event, so that its loss is noticed; None: unknown."""
 
@@ -154,13 +156,6 @@ class Meta:
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
-
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of parameters, gradients, masters and states at home; 0: unknown."""
-        known = any(bucket.kinds for bucket in self.buckets)
-        homes = (bucket.moved_bytes + sum(bucket.kinds.values()) for bucket in self.buckets)
-        return sum(homes) if known else 0
 
 
 @dataclass(frozen=True, slots=True)

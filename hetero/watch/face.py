@@ -102,6 +102,7 @@ class WatchBlock:
             seconds=time.monotonic() - self._began,
             place=str(observer.place),
             steps=observer.steps.count,
+            n_optimizers=observer.program.n_optimizers,
             rows=tuple(observer.steps.rows),
             n_samples=observer.sampler.n_samples,
             peak=observer.sampler.peak,

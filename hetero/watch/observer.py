@@ -129,6 +129,7 @@ class Observer:
     @quietly
     def before_backward(self) -> None:
         self.steps.computes = True
+        self.program.n_backwards += 1
         self.sampler.makes(MemoryUse.WORKSPACES)
 
     @quietly
@@ -137,7 +138,7 @@ class Observer:
 
     @quietly
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        self.program.optimizers.add(optimizer)
+        self.program.stepped(optimizer)
         self.sampler.makes(MemoryUse.WORKSPACES)
 
     @quietly

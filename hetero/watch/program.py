@@ -26,6 +26,7 @@ class Entry:
         self.has_parameters = next(module.parameters(), None) is not None
         self.may_be_sampled = not is_prepared(module) and not is_compiled(module)
         self.most_bytes = -1
+        self.n_calls = 0
         self.trains = False
         self.batch: Any = None
         """Arguments of the largest call, without bytes; None if they have no twin."""
@@ -35,6 +36,7 @@ class Entry:
     def called(self, n_bytes: int, args: Any, kwargs: Any) -> bool:
         """Note a call; returns whether it is larger than all before."""
         trains = torch.is_grad_enabled()
+        self.n_calls += 1
         if n_bytes <= self.most_bytes and self.trains >= trains:
             return False
         self.most_bytes, self.trains = max(n_bytes, self.most_bytes), self.trains or trains
@@ -78,7 +80,19 @@ class Program:
 
     def __init__(self) -> None:
         self.optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self.n_backwards = 0
+        self.n_optimizers = 0
+        """The most that there were at once, of those that made a step."""
         self._entries: dict[int, Entry] = {}
+
+    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizers.add(optimizer)
+        self.n_optimizers = max(self.n_optimizers, len(self.optimizers))
+
+    @property
+    def only_keeps_graphs(self) -> bool:
+        """Whether it never went backward."""
+        return not self.n_backwards and not self.n_optimizers
 
     def entry(self, module: nn.Module) -> Entry:
         """Return the entry of a module that is called."""
@@ -106,14 +120,18 @@ class Program:
             self.entry(model).remember(model, self.optimizer_of(model))
 
     def main(self) -> Subject | None:
-        """Return the plain model with most parameters, of those that train if there are any; of
-        those that live, if there are any."""
+        """Return the plain model with most parameters, of those that train if there are any."""
+        rows = self.plain()
+        return max(rows, key=lambda row: (row.entry.trains, row.numel), default=None)
+
+    def plain(self) -> list[Subject]:
+        """Return the models that hetero does not manage; those that live, if there are any."""
         plain = [model for model in self.models() if not is_prepared(model)]
         rows = [Subject(m, self.optimizer_of(m), self.entry(m)) for m in plain]
         if not rows:
             kept = (entry for entry in self._entries.values() if entry.twin is not None)
             rows = [Subject(*entry.twin, entry) for entry in kept if entry.twin is not None]
-        return max(rows, key=lambda row: (row.entry.trains, row.numel), default=None)
+        return rows
 
     def optimizer_of(self, model: nn.Module) -> torch.optim.Optimizer | None:
         """Return the optimizer that steps a model's parameters, and no other's."""

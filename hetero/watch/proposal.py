@@ -22,6 +22,10 @@ from hetero.watch.program import Program, Subject
 
 NO_MODEL = "the program called no module with parameters"
 NO_TRAINING = "the program called its model without gradients alone; hetero.plan plans training"
+KEEPS_GRAPHS = (
+    "the program called {name} {n} times with gradients on and never went backward: each result"
+    " that it keeps holds its activations. Call it under torch.inference_mode()"
+)
 NO_BATCH = "the arguments of its model have no copy without bytes"
 SETTINGS = tuple(f.name for f in fields(Config) if f.name not in ("weights", "mesh"))
 PLACED = {"device", "hbm", "host", "profile"}  # any of these says where the rehearsal begins
@@ -61,6 +65,10 @@ def propose(
     if found is None or found.entry.batch is None or not found.entry.trains:
         missing = NO_MODEL if found is None else NO_BATCH if found.entry.trains else NO_TRAINING
         return Proposal("", (missing,))
+    if program.only_keeps_graphs and found.entry.n_calls > 1:
+        name = type(found.model).__name__
+        return Proposal("", (KEEPS_GRAPHS.format(name=name, n=found.entry.n_calls),))
+    others = sum(row.entry.trains for row in program.plain()) - 1
     subject, settings = found, settings_for(had, config)
     made: list[Proposal] = []
     state = torch.get_rng_state()
@@ -72,7 +80,16 @@ def propose(
     if not made:
         return Proposal("", (f"the rehearsal was not over after {seconds:.0f} s",))
     torch.set_rng_state(state)
-    return made[0]
+    return of_several(made[0], subject, others) if others else made[0]
+
+
+def of_several(made: Proposal, subject: Subject, others: int) -> Proposal:
+    """Return a proposal that says which model it is of."""
+    plural = "s" if others > 1 else ""
+    alone = (
+        f"of {type(subject.model).__name__} alone: prepare the {others} other model{plural}, too"
+    )
+    return Proposal(made.line, (f"{made.said[0]}; {alone}", *made.said[1:]))
 
 
 def of_budget(short: Shortage) -> Proposal:

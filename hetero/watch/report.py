@@ -40,6 +40,8 @@ class Report:
     seconds: float
     place: str
     steps: int
+    n_optimizers: int
+    """That made them."""
     rows: tuple[StepRow, ...]
     n_samples: int
     peak: Picture | None
@@ -61,7 +63,8 @@ class Report:
     @property
     def verdict(self) -> str:
         """Return how the program ended, in one sentence."""
-        after = f"after {self.steps} whole steps and {format_seconds(self.seconds)}"
+        by = f" of {self.n_optimizers} optimizers" if self.n_optimizers > 1 else ""
+        after = f"after {self.steps} whole steps{by} and {format_seconds(self.seconds)}"
         said = f": {self.said}" if self.said else ""
         return f"{self.program} {self.ending.value} {after}, on {self.place}{said}"
 

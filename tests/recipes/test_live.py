@@ -154,7 +154,7 @@ def told(**changed: Any) -> list[str]:
 def test_the_banner_says_what_runs_where_in_what_and_what_it_writes() -> None:
     assert told() == [
         "model   gpt, 31,918,080 parameters",
-        "states  487 MiB: weights, gradients, two moments",
+        "states  487 MiB: weights, gradients, what the optimizer keeps",
         "device  cpu:sim (simulated: its memory is limited; no CUDA), paged",
         "HBM     121.8 MiB (a quarter of the states)",
         "HOST    243.5 MiB (what a rehearsal of this batch needs)",

@@ -38,6 +38,7 @@ from hetero.recipes.train import train
 from hetero.report import examine
 from hetero.report.run import Recorder, Run
 from hetero.report.values import read_values
+from hetero.types import format_bytes
 
 RUNS = Path(__file__).parent.parent.parent / "runs"
 TINY = GPTConfig(width=32, layers=2, heads=2, context=16)
@@ -296,6 +297,8 @@ def test_a_run_leaves_its_report_beside_its_checkpoints() -> None:
 
     folder = Path(result.checkpoint).parent / "run"
     assert result.report == str(folder / "report.html")
+    page = (folder / "report.html").read_text(encoding="utf-8")
+    assert f"{format_bytes(result.state_bytes)} of states trained" in page
     assert Path(result.report).read_text().startswith("<!doctype html>")
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["hbm"]["peak_bytes"] == result.status.tiers["HBM"]["peak"]

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from hetero.errors import BudgetError
-from hetero.rehearse.attempts import until_it_fits
+from hetero.rehearse.attempts import Fitted, Shortfall, best, until_it_fits
 from hetero.rehearse.raises import EXACT_RAISES, MOST_INSTEAD, Raises
 from hetero.types import Tier
 
@@ -50,6 +50,8 @@ class Card(NamedTuple):
     """Bytes that it takes if it stays, and computes again."""
     pages_in: int
     """Bytes with which it is paged; as far as an error sees."""
+    pages_seconds: float = 2.0
+    """Of a step that is paged; one that computes again takes 1."""
 
     def rehearse(self, scene: SimpleNamespace, asked: list[tuple[int, bool]]) -> SimpleNamespace:
         asked.append((scene.hbm, scene.again))
@@ -60,6 +62,7 @@ class Card(NamedTuple):
             error=None if stays or scene.hbm >= self.pages_in else short("HBM", self.pages_in),
             peaks={Tier.HBM: here if stays else scene.hbm},
             blueprint=self.stays_from,
+            step_seconds=1.0 if stays else self.pages_seconds,
         )
 
 
@@ -72,11 +75,24 @@ def other_ways(scene: SimpleNamespace, stays_from: int) -> Iterator[SimpleNamesp
     yield changed(scene, hbm=stays_from - 1)
 
 
+def started(monkeypatch: pytest.MonkeyPatch, card: Card, asked: list[tuple[int, bool]]) -> Any:
+    """Return a scene on a card, whose rehearsals note what they were asked for."""
+    for name, made in {
+        "rehearse": lambda scene: card.rehearse(scene, asked),
+        "ways": other_ways,
+        "budget": lambda scene, field: getattr(scene, field),
+        "with_budget": lambda scene, field, n: changed(scene, **{field: n}),
+        "overflows": lambda scene, found: not found.uses and found.peaks[Tier.HBM] > scene.hbm,
+    }.items():
+        monkeypatch.setattr(f"hetero.rehearse.attempts.{name}", made)
+    return SimpleNamespace(hbm=HBM, host=HOST, again=False, config=None)
+
+
 @pytest.mark.parametrize(
     ("card", "tried", "needed"),
     [
         (Card(8, 20, 10, 30), [(24, False)], None),  # stays
-        (Card(8, 34, 20, 21), [(24, False), (24, True)], None),  # and computes again
+        (Card(8, 34, 20, 21), [(24, False), (24, True), (7, False)], None),  # and computes again
         (Card(8, 34, 30, 7), [(24, False), (24, True), (7, False)], None),  # is paged
         (Card(8, 34, 30, 21), [(24, False), (24, True), (7, False), (30, True)], 30),
     ],
@@ -88,18 +104,29 @@ def test_a_model_that_neither_stays_nor_pages_needs_a_card_on_which_it_stays(
     needed: int | None,
 ) -> None:
     asked: list[tuple[int, bool]] = []
-    for name, made in {
-        "rehearse": lambda scene: card.rehearse(scene, asked),
-        "ways": other_ways,
-        "budget": lambda scene, field: getattr(scene, field),
-        "with_budget": lambda scene, field, n: changed(scene, **{field: n}),
-        "overflows": lambda scene, found: not found.uses and found.peaks[Tier.HBM] > scene.hbm,
-    }.items():
-        monkeypatch.setattr(f"hetero.rehearse.attempts.{name}", made)
-
-    scene: Any = SimpleNamespace(hbm=HBM, host=HOST, again=False, config=None)
-    fitted = until_it_fits(scene)
+    fitted = until_it_fits(started(monkeypatch, card, asked))
 
     assert asked == tried
     found = [(row.have_bytes, row.needed_bytes) for row in fitted.shortfalls]
     assert found == ([] if needed is None else [(HBM, needed)])
+
+
+@pytest.mark.parametrize(("pages_seconds", "pages"), [(0.5, True), (1.0, False), (2.0, False)])
+def test_of_computing_again_and_paging_the_faster_is_taken_where_both_fit(
+    monkeypatch: pytest.MonkeyPatch, pages_seconds: float, pages: bool
+) -> None:
+    card = Card(8, 34, 20, 7, pages_seconds)
+
+    fitted = until_it_fits(started(monkeypatch, card, []))
+
+    assert bool(fitted.found.uses) is pages
+    assert fitted.found.step_seconds == min(1.0, pages_seconds)
+    assert not fitted.shortfalls
+
+
+def test_a_way_that_lacks_nothing_is_taken_before_a_faster_one_that_lacks_something() -> None:
+    quick, slow = (SimpleNamespace(step_seconds=seconds) for seconds in (1.0, 2.0))
+    lacks = Shortfall("HOST", 64, 65, "")
+    found: Any = [Fitted(quick, None, (lacks,)), Fitted(slow, None, ())]  # type: ignore[arg-type]
+
+    assert best(found).found is slow

@@ -14,10 +14,27 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "chrome"))), None)
+NAMES = ("chromium", "chromium-browser", "chrome", "google-chrome")
 FLAGS = "--headless --no-sandbox --disable-gpu --remote-debugging-pipe --no-first-run"
 PATIENCE_SECONDS = 60
 KEYS = {"Tab": 9, "Enter": 13, "Escape": 27, "ArrowDown": 40, "ArrowRight": 39, "ArrowUp": 38}
+
+
+def find(names: tuple[str, ...] = NAMES) -> str | None:
+    """Return the path of the first browser that starts, or None."""
+    return next((path for path in map(shutil.which, names) if path and starts(path)), None)
+
+
+def starts(path: str) -> bool:
+    """Whether a program tells its version: Ubuntu has one that says how to install a browser."""
+    try:
+        said = subprocess.run([path, "--version"], capture_output=True, timeout=PATIENCE_SECONDS)
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return said.returncode == 0
+
+
+CHROMIUM = find()
 
 
 class Browser:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from hetero.report.measure import NS, Measured
 from hetero.report.values import Value
 
 from .browser import CHROMIUM, Browser, browser
+from .pictures import IMAGES, pictures
 from .synthetic import paged
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium is installed")
@@ -170,6 +172,71 @@ def test_figures_at_rest_are_of_what_the_chart_shows(shown: Browser, measured: M
     assert not seconds(begin) <= seconds(highest) <= seconds(end)  # that of the whole run
 
 
+def test_a_level_is_told_at_the_time_that_is_shown_however_long_ago_it_began(
+    shown: Browser,
+) -> None:
+    """Nothing came to the disk, or went, in most of a step: its level is of long before."""
+    chart = "document.querySelector('[data-tier=NVME]')"
+    shown.ask(f"{chart}.scrollIntoView({{block: 'center'}}); {chart}.focus()")
+    for key in ("0", *"+++++++++"):
+        shown.press(key, key)
+    begin, end = map(
+        seconds, shown.ask("document.querySelector('#range').textContent").split(" to ")
+    )
+    spot = f"{chart}.querySelector('.u-over').getBoundingClientRect()"
+    at = f"{chart}.querySelector('.u-legend .u-value').textContent"
+    x, y, width = (shown.ask(f"{spot}.{side}") for side in ("left", "top + 60", "width"))
+    shown.ask("document.activeElement.blur()")
+    rest = seconds(shown.ask(at))
+    told = []
+    for share in (0.25, 0.5, 0.75):
+        shown.send("Input.dispatchMouseEvent", type="mouseMoved", x=x + share * width, y=y)
+        told.append(seconds(shown.ask("document.querySelector('.tip').textContent").split(",")[0]))
+    shown.send("Input.dispatchMouseEvent", type="mouseMoved", x=2, y=2)
+    shown.ask("document.querySelector('[data-zoom=all]').click()")
+
+    roughly = (end - begin) / 20 + end / 400  # times are shown with three digits
+    assert begin - roughly <= rest <= end + roughly
+    assert told == pytest.approx(
+        [begin + s * (end - begin) for s in (0.25, 0.5, 0.75)], abs=roughly
+    )
+
+
+def test_a_view_that_is_gone_to_begins_below_the_bar_on_top(shown: Browser) -> None:
+    frames = "new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))"
+    box = "document.querySelector('{}').getBoundingClientRect().{}"
+    for width in (900, 1280):  # on two lines, on one
+        shown.look(width)
+        shown.ask(frames)
+        shown.ask("document.querySelector('nav a[href=\"#peak\"]').click()")
+        shown.ask(frames)
+        assert shown.ask(box.format("#peak h2", "top")) >= shown.ask(box.format("nav", "bottom"))
+
+    assert shown.ask(box.format("nav .zoom", "top")) < shown.ask(box.format("nav a", "bottom"))
+
+
+@pytest.mark.parametrize("width", [400, 640, 1280])
+def test_labels_of_times_are_as_far_apart_as_their_lines(
+    folder: Path, tmp_path: Path, width: int
+) -> None:
+    """0.25 s apart were 5.3 s, 5.5 s, 5.8 s, with one digit."""
+    report(folder, tmp_path / "report.html")
+    written = "window.texts = []; const fill = CanvasRenderingContext2D.prototype.fillText;"
+    written += " CanvasRenderingContext2D.prototype.fillText = function (text, x, y) {"
+    written += " window.texts.push([this.canvas.closest('.chart')?.dataset.lane, text]);"
+    written += " return fill.call(this, text, x, y); };"
+    with browser(tmp_path, width=width) as page:
+        page.send("Page.addScriptToEvaluateOnNewDocument", source=written)
+        page.open(tmp_path / "report.html")
+        for _ in range(8):
+            page.ask("window.texts = []; document.querySelector('[data-zoom=closer]').click()")
+            page.ask("new Promise(done => setTimeout(done, 50))")
+            texts = [text for lane, text in page.ask("window.texts") if lane == "h2d"]
+            times = {seconds(text) for text in texts if text.split()[-1] in ("s", "ms", "us")}
+            gaps = [b - a for a, b in pairwise(sorted(times))]
+            assert len(times) < 2 or gaps == pytest.approx([gaps[0]] * len(gaps)), texts
+
+
 def test_a_loss_that_changes_little_is_seen_to_change(folder: Path, tmp_path: Path) -> None:
     values = tuple(Value(1_000_000 * (1 + n), "loss", 5.5 - 0.01 * n) for n in range(1, 9))
     report(replace(paged(8), values=values), tmp_path / "report.html")
@@ -206,7 +273,19 @@ def test_a_phone_shows_the_page_without_scrolling_sideways(folder: Path, tmp_pat
     with browser(tmp_path, width=400) as page:
         page.open(tmp_path / "report.html")
         assert page.ask("document.documentElement.scrollWidth <= 400")
+        for box in ("#traffic .scroll", "#provenance .scroll"):
+            wide = f"(box => box.scrollWidth - box.clientWidth)(document.querySelector('{box}'))"
+            assert page.ask(wide) <= 0, box
         assert page.complaints() == []
+
+
+def test_pictures_of_the_documentation_are_of_their_sizes(folder: Path) -> None:
+    for look, picture in pictures(folder):
+        assert picture[:8] == b"\x89PNG\r\n\x1a\n"
+        there = (IMAGES / look.name).read_bytes()
+        for png in (picture, there):
+            sizes = (int.from_bytes(png[16:20], "big"), int.from_bytes(png[20:24], "big"))
+            assert sizes == (look.width, look.height), look.name
 
 
 @pytest.mark.campaign(seconds=5)

@@ -316,9 +316,7 @@ def test_labels_of_a_treemap_are_written_where_they_fit() -> None:
 
 
 def test_the_first_sentence_is_one_to_send(measured: Measured, page: str) -> None:
-    states = sum(
-        bucket.moved_bytes + sum(bucket.kinds.values()) for bucket in measured.meta.buckets
-    )
+    states = 16 * measured.meta.n_params  # fp32 under AdamW, without what pads chunks
     peak = format_bytes(measured.peaks["HBM"].n_bytes)
     sentence = f"{format_bytes(states)} of states trained in {peak} of HBM."
 
@@ -354,4 +352,11 @@ def test_the_head_of_a_page_says_what_ran_and_when(measured: Measured) -> None:
     told = replace(measured.meta, program="train.py", began="2026-11-25 02:10 UTC")
     page = page_of(replace(measured, run=replace(measured.run, meta=told)))
     head = page.partition("<header")[2].partition("</h1>")[0]
-    assert "train.py, 2026-11-25 02:10 UTC" in head
+    assert 'train.py, <span class="whole">2026-11-25 02:10 UTC</span>' in head
+
+
+def test_settings_are_shown_as_people_write_them(measured: Measured) -> None:
+    given = {"hbm": 12 * 2**20, "nvme": ["runs", "/other disk"], "sum_group": 1}
+    told = replace(measured.meta, settings=given)
+    page = page_of(replace(measured, run=replace(measured.run, meta=told)))
+    assert "hbm=12 MiB; nvme=runs, /other disk; sum_group=1" in page

@@ -22,6 +22,7 @@ from hetero.dry import DryDevice
 from hetero.events import EventLog
 from hetero.recipes import show
 from hetero.recipes.gpt import GPT, GPTConfig
+from hetero.recipes.setup import Size, size_of
 from hetero.rehearse.plan import Plan, plan
 from hetero.report.examine import SUMMARY, examine
 from hetero.report.measure import figures
@@ -70,6 +71,13 @@ class Setting:
         torch.manual_seed(0)
         shape = GPTConfig(width=self.width, layers=self.layers, heads=2, context=16)
         return GPT(shape)
+
+    def state_bytes(self) -> int:
+        """Return the bytes of weights, gradients, masters and states, counted by hand."""
+        kept = {torch.optim.AdamW: 8, torch.optim.SGD: 0, torch.optim.Adagrad: 4}[self.optimizer]
+        numel = sum(p.numel() for p in self.model().parameters())
+        weights = 6 if self.settings.get("precision") == "bf16" else 8  # two halves, a gradient
+        return numel * (weights + kept)
 
     def given(self, folder: Path) -> dict[str, Any]:
         return {**self.settings, **({"nvme": str(folder)} if self.on_disk else {})}
@@ -124,7 +132,7 @@ def agree_on_allocations(page: str, made: dict[str, Any], terminal: str) -> None
     assert bool(known) == ("Before backward" in terminal)
 
 
-def recorded(setting: Setting, folder: Path) -> hetero.Status:
+def recorded(setting: Setting, folder: Path) -> tuple[hetero.Status, Size]:
     model = setting.model()
     optimizer = setting.optimizer(model.parameters(), lr=1e-3)
     given = {"device": "cpu:sim", **setting.given(folder)}
@@ -136,23 +144,28 @@ def recorded(setting: Setting, folder: Path) -> hetero.Status:
             (found[1] if isinstance(found, tuple) else found).backward()
             optimizer.step()
             optimizer.zero_grad()
-        status = hetero.status(model)
+        status, size = hetero.status(model), size_of(model)
     hetero.release(model, optimizer)
-    return status
+    return status, size
 
 
 @pytest.mark.campaign(seconds=2)
 @pytest.mark.parametrize("seed", range(25))
 def test_terminal_page_json_and_status_of_a_run_show_the_same(seed: int, tmp_path: Path) -> None:
     torch.set_num_threads(1)
-    status = recorded(Setting.drawn(seed), tmp_path)
+    setting = Setting.drawn(seed)
+    status, size = recorded(setting, tmp_path)
     made = examine(tmp_path / "run")
     made.write(tmp_path / "page.html")
     summary = json.loads((tmp_path / SUMMARY).read_text())
     terminal = texts(made.show)
 
-    agree((tmp_path / "page.html").read_text(), summary, terminal)
+    page = (tmp_path / "page.html").read_text()
+    agree(page, summary, terminal)
     assert summary["allocations"]["rows"]
+    assert size.state_bytes == setting.state_bytes()
+    for said in (page, terminal):
+        assert f"{format_bytes(size.state_bytes)} of states trained" in said
     assert summary == json.loads(json.dumps(made.as_json()))
     for name, row in status.tiers.items():
         if name.lower() in summary:
@@ -220,7 +233,10 @@ def test_terminal_page_and_json_of_a_plan_show_the_same(seed: int, tmp_path: Pat
     tokens = torch.zeros(setting.samples, 16, dtype=torch.long)
     given = {"profile": machine, "estimates": seed % 3 == 0, **setting.given(tmp_path)}
 
-    compare_plan(plan(model, (tokens, tokens), optimizer=optimizer, **given), tmp_path)
+    found = plan(model, (tokens, tokens), optimizer=optimizer, **given)
+    compare_plan(found, tmp_path)
+    states = f"{format_bytes(setting.state_bytes())} of states"
+    assert f"{states} train" in (tmp_path / "page.html").read_text()
 
 
 def small_plan(**given: Any) -> Plan:

@@ -664,6 +664,33 @@ def test_a_program_that_only_evaluates_has_no_proposal(page: Path) -> None:
     assert seen(watched).peak is not None and seen(watched).peak.has_stacks
 
 
+def test_a_server_that_keeps_its_results_is_told_how_to_call_its_model(page: Path) -> None:
+    model, kept = Net(), []
+    with hetero.watch(page) as watched:
+        for _ in range(5):
+            kept.append(model(torch.ones(4, 16)))
+    said = seen(watched).proposal.said[0]
+
+    assert seen(watched).proposal.line == ""  # there is nothing to train
+    assert "called Net 5 times with gradients on and never went backward" in said
+    assert "torch.inference_mode()" in said and said in page.read_text()
+
+
+def test_of_several_models_the_proposal_says_which_it_is_of(page: Path) -> None:
+    large, small = Net(width=64), Net(width=8)
+    with hetero.watch(page) as watched:
+        steps = [torch.optim.AdamW(each.parameters()) for each in (large, small)]
+        for _ in range(3):
+            for model, optimizer in zip((large, small), steps, strict=True):
+                model(torch.ones(4, next(model.parameters()).shape[1])).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+    assert "6 whole steps of 2 optimizers" in seen(watched).verdict
+    assert seen(watched).proposal.line
+    assert "of Net alone: prepare the 1 other model" in seen(watched).proposal.said[0]
+
+
 def test_a_wrong_setting_is_an_error_before_the_program_runs() -> None:
     with pytest.raises(hetero.ConfigError, match="hmb"):
         hetero.watch(hmb="1GiB")

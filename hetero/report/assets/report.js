@@ -13,7 +13,7 @@
   const bytes = (n) => {
     if (n == null) return '';
     let size = n, unit = 'B';
-    for (const next of ['KiB', 'MiB', 'GiB', 'TiB']) {
+    for (const next of ['KiB', 'MiB', 'GiB', 'TiB', 'PiB', 'EiB']) {
       if (Math.abs(size) < 1024) break;
       size /= 1024; unit = next;
     }
@@ -136,7 +136,9 @@
   function timeTicks(u, ticks, axis, space, apart) { // all in one unit, as exact as they lie apart
     const most = Math.max(...ticks);
     const [unit, name] = most >= 1 ? [1, 's'] : most >= 1e-3 ? [1e-3, 'ms'] : [1e-6, 'us'];
-    const digits = Math.min(6, Math.max(0, Math.ceil(-Math.log10(apart / unit) - 1e-9)));
+    let digits = 0; // 0.25 s apart takes two: with one they would be at 5.3 s, 5.5 s, 5.8 s
+    const odd = (n) => Math.abs(n - Math.round(n)) > 1e-6;
+    while (digits < 6 && odd((apart / unit) * 10 ** digits)) digits += 1;
     return ticks.map((t) => `${(t / unit).toFixed(digits)} ${name}`);
   }
 
@@ -195,14 +197,23 @@
     return ctx.createPattern(tile, 'repeat');
   }
 
+  // a level holds from its point until the next one: the nearest point may be a later one, and the
+  // one that holds may have been long before what is shown
+  const nearest = (u, series, closest) => closest;
+  const holding = (u, series, closest, t) => (u.data[0][closest] > t && closest > 0 ? closest - 1 : closest);
+  const moment = (u, t) => {
+    if (!u.holds) return t;
+    return u.cursor.left >= 0 ? u.posToVal(u.cursor.left, 'x') : Math.min(range.max, Math.max(range.min, t));
+  };
+
   function plot(place, columns, series, height, extra) {
     const options = {
       width: place.clientWidth, height, padding: [8, RIGHT, 0, 0],
       scales: { x: { time: false, min: range.min, max: range.max }, y: extra.y },
       axes: [{ ...axisStyle(), values: timeTicks, space: 90 }, { ...axisStyle(), size: LEFT, ...extra.axis }],
-      series: [{ label: 'at', value: (u, t) => (t == null ? '' : seconds(t)) }, ...series],
+      series: [{ label: 'at', value: (u, t) => (t == null ? '' : seconds(moment(u, t))) }, ...series],
       legend: { markers: { width: 0, fill: (u, i) => series[i - 1]?.stroke?.(u) ?? '' } },
-      cursor: { sync: { key: 'time' }, drag: { x: true, y: false }, points: { show: false },
+      cursor: { dataIdx: extra.holds ? holding : nearest, sync: { key: 'time' }, drag: { x: true, y: false }, points: { show: false },
         bind: { dblclick: () => () => zooms.all() } },
       hooks: { draw: extra.draw, setCursor: [rest, tell], setScale: [(u, key) => {
         if (key === 'x' && u.ready) show(u.scales.x.min, u.scales.x.max);
@@ -211,6 +222,7 @@
     for (const old of place.querySelectorAll('.uplot')) old.remove(); // the still one is for paper
     const chart = new uPlot(options, columns, place);
     chart.ready = true;
+    chart.holds = extra.holds;
     zoomable(chart.over, place, (x) => chart.posToVal(x - chart.over.getBoundingClientRect().left, 'x'));
     chart.over.addEventListener('pointerleave', () => point(''));
     charts.push({ chart, place });
@@ -236,6 +248,7 @@
     const top = tier.budget && tier.budget < 4 * tier.peak ? Math.max(tier.budget, tier.peak)
       : tier.peak;
     const chart = plot(place, [times, ...order.map((i) => tops[i])], series, 240, {
+      holds: true,
       y: { range: [0, top * 1.2 || 1] }, // names of steps stand above the highest line's
       axis: { incrs: INCREMENTS, values: (u, ticks) => ticks.map(bytes), space: 34 },
       draw: [strip,
@@ -276,6 +289,7 @@
       points: { show: false },
       value: (u, r, s, at) => (at == null ? ''
         : `${rate(r)}, busy ${Math.round(u.busy[at] * 100)} % of the time`) }], 130, {
+      holds: true,
       y: { range: (u) => [0, Math.max(...u.data[1], lane.ceiling || 0) * 1.15 || 1] },
       axis: { values: (u, ticks) => ticks.map(rate), space: 24 },
       draw: [(u) => level(u, lane.ceiling, `measured ceiling ${rate(lane.ceiling || 0)}`, 'bad',
@@ -315,7 +329,7 @@
     if (best >= 0) chart.setLegend({ idx: best });
   }
   function tell(chart) { // at the pointer, or where the keyboard has moved the cursor
-    const place = chart.root.parentElement, { idx, left } = chart.cursor;
+    const place = chart.root.parentElement, { idxs: [, idx], left } = chart.cursor;
     const here = chart.over.matches(':hover') || place === document.activeElement;
     if (!here) return;
     if (idx == null || left < 0) { point(''); return; }
@@ -323,7 +337,7 @@
       each.value(chart, chart.data[i + 1][idx], i + 1, idx)]);
     const said = rows.filter(([, value]) => value && value !== '0 B');
     const spot = chart.over.getBoundingClientRect();
-    point([when(chart.data[0][idx] * MICRO), ...said.map((row) => row.join(': '))].join('\n'),
+    point([when(moment(chart, chart.data[0][idx]) * MICRO), ...said.map((row) => row.join(': '))].join('\n'),
       spot.left + left, spot.top + Math.max(0, chart.cursor.top));
   }
   for (const place of document.querySelectorAll('.chart')) {
@@ -631,6 +645,14 @@
     if (event.key === 'Escape') { find.value = ''; search(); }
     if (event.key === 'Enter' && gantt.box) { gantt.box.focus(); gantt.box.scrollIntoView({ block: 'center' }); }
   });
+
+  // -- the bar on top -----------------------------------------------------------------------------
+
+  const nav = $('nav');
+  new ResizeObserver(() => { // a view that is gone to begins below it, on one line or on two
+    const covers = getComputedStyle(nav).position === 'sticky';
+    document.documentElement.style.scrollPaddingTop = covers ? `${nav.offsetHeight + 8}px` : '';
+  }).observe(nav);
 
   // -- begin --------------------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import NamedTuple
@@ -97,6 +97,21 @@ class Blueprint:
             grad = bucket.dtype.itemsize if costs.grad else 0
             total += bucket.share_numel * (grad + costs.master + costs.state)
         return total
+
+    def state_bytes(self, numels: Iterable[int]) -> int:
+        """Return the bytes of all that training keeps of parameters with so many elements each, in
+        the order of the layout: weights as they lie at home, gradients, masters, states.
+
+        Nothing that pads chunks or shares is in it: it is a figure of the model, not of a tier.
+        """
+        rows = zip(numels, self.layout.home, strict=True)
+        return sum(self._state_bytes(n, self.layout.buckets[home[0]]) for n, home in rows)
+
+    def _state_bytes(self, numel: int, bucket: Bucket) -> int:
+        costs = self.costs[bucket.id]
+        grad = bucket.dtype.itemsize if costs.grad else 0
+        kept = numel * (grad + costs.master + costs.state)
+        return bucket.codec.n_bytes(numel, bucket.dtype) + kept
 
     @property
     def is_coded(self) -> bool:
