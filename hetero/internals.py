@@ -46,6 +46,11 @@ NAMES = (  # module, attribute
     *(("torch.autograd.Variable", "_execution_engine"),),
     *(("torch.utils._python_dispatch", "_disable_current_modes"),),
     *(("torch.utils._python_dispatch", "_get_current_dispatch_mode"),),
+    *(("torch.utils._python_dispatch", "_get_current_dispatch_mode_stack"),),
+    *(
+        ("torch.utils._python_dispatch", "_pop_mode"),
+        ("torch.utils._python_dispatch", "_push_mode"),
+    ),
     *(("torch._functorch.eager_transforms", "_wrap_for_grad"),),
     *(("torch", "_foreach_norm"),),
     *(("torch._functorch.vmap", "_add_batch_dim"), ("torch._dynamo.trace_rules", "add")),
@@ -61,25 +66,14 @@ class DispatchMode(TorchDispatchMode):
     def __enter__(self) -> Any:
         return super().__enter__()  # type: ignore[no-untyped-call]  # torch's modes have no types
 
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]  # torch's modes have no types
+
 
 def apply_function(kind: type[torch.autograd.Function], *args: Any) -> torch.Tensor:
     """Return what a function with a backward of its own makes: its method has no types."""
     call: Callable[..., torch.Tensor] = kind.apply
     return call(*args)
-
-
-class LookingMode(DispatchMode):
-    """Looks at the operations of a program that is not ours, and leaves them as they are."""
-
-    supports_higher_order_operators = True  # their inner results are seen when they come out
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # the guard against compiling would cost more than looking
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True  # compiled code stays compiled: its numbers would change
 
 
 def find(module: str, name: str) -> Any:
@@ -254,6 +248,26 @@ without_modes: Callable[[], Any] = _FOUND["torch.utils._python_dispatch._disable
 _dispatch_mode = _FOUND["torch._C._get_dispatch_mode"]
 _FAKE = _FOUND["torch._C._TorchDispatchModeKey"].FAKE
 current_mode: Callable[[], Any] = _FOUND["torch.utils._python_dispatch._get_current_dispatch_mode"]
+active_modes: Callable[[], list[Any]] = _FOUND[
+    "torch.utils._python_dispatch._get_current_dispatch_mode_stack"
+]
+"""Return the dispatch modes that are on, the outermost first."""
+_pop_mode = _FOUND["torch.utils._python_dispatch._pop_mode"]
+_push_mode = _FOUND["torch.utils._python_dispatch._push_mode"]
+
+
+def pop_modes() -> list[Any]:
+    """Take all dispatch modes of this thread off; returns them, the outermost first."""
+    modes = active_modes()
+    for _ in modes:
+        _pop_mode()
+    return modes
+
+
+def push_modes(modes: Sequence[Any]) -> None:
+    """Put modes that were taken off back."""
+    for mode in modes:
+        _push_mode(mode)
 
 
 def is_faking() -> bool:

@@ -33,7 +33,10 @@ ROOMS = {  # of train/: a room imports those below it
 }
 PRODUCT = 4  # rooms of the top floor may stand on each other (cli on report/, bench/, recipes/)
 PRINTERS = ("cli", "report", "bench", "recipes", "watch")
-HOOKED = tuple(f"train.access.{n}" for n in ("attachments", "entries", "hooks", "listening"))
+HOOKED = (
+    *(f"train.access.{name}" for name in ("attachments", "entries", "hooks", "listening")),
+    "train.model.looking",  # nodes of one pass
+)
 HOOK = re.compile(r"_?register_\w*hook")
 SAVED = re.compile(r"((push|pop)_saved_(tensors_default_)?hooks|saved_tensors_hooks|save_on_cpu)")
 

@@ -5,9 +5,9 @@ step of a recording is therefore seen operation by operation: the third one, whe
 policies are found. `Meta.allocations` is what lived when most did.
 
 [Note: no mode in a backward]  Under a mode torch takes other formulas in some backwards, of which
-one at least (of `prod`) rounds differently. So the mode is closed before any backward pass begins,
-also one inside of a forward: what backward itself allocates is not seen, and no bit changes. In a
-forward no formula depends on modes.
+one at least rounds differently ([Note: formulas under a mode]). So the mode is closed before any
+backward pass begins, also one inside of a forward: what backward itself allocates is not seen, and
+no bit changes. In a forward no formula depends on modes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from hetero.internals import RUN_BACKWARD, LookingMode, current_mode
+from hetero.internals import RUN_BACKWARD, current_mode
 from hetero.report.lines import ProgramLines
 from hetero.report.run import Allocation, Allocations
 from hetero.report.timing import WARMUP
@@ -31,6 +31,7 @@ from hetero.train.access.entries import ProgramEntries
 from hetero.train.activations.meter import tensors_in
 from hetero.train.engine.engine import Engine
 from hetero.train.model.binding import without_faults
+from hetero.train.model.looking import LookingMode
 
 LONGEST = 16  # outermost calls of a sample, where neither a backward nor a step ends it
 Call = Callable[..., Any]

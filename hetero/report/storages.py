@@ -21,9 +21,10 @@ from typing import Any, NamedTuple
 import torch
 
 from hetero.events import EventLog, What
-from hetero.internals import LookingMode, is_traceable_wrapper_subclass
+from hetero.internals import is_traceable_wrapper_subclass
 from hetero.report.lines import ProgramLines
 from hetero.train.activations.meter import tensors_in
+from hetero.train.model.looking import LookingMode
 from hetero.types import Kind, Tier
 
 OTHER = "other"

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from hetero.internals import LookingMode, current_mode
+from hetero.internals import current_mode
 from hetero.train.activations.meter import tensors_in
+from hetero.train.model.looking import LookingMode
 from hetero.watch.owners import Owned, storage_of
 from hetero.watch.picture import OUTSIDE, HeldStorage, MemoryUse, Picture, picture
 from hetero.watch.stacks import Stacks

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import hetero
-from hetero.internals import MODULE_CALL, RUN_BACKWARD, LookingMode, current_mode
+from hetero.internals import MODULE_CALL, RUN_BACKWARD, DispatchMode, current_mode
 from hetero.report.allocations import LONGEST, AllocationMode
 from hetero.report.examine import SUMMARY, examine
 from hetero.report.measure import measure
@@ -172,7 +172,7 @@ class Penalised(Net):
         return out + slope
 
 
-class Looking(LookingMode):
+class Looking(DispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))
 

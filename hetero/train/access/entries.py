@@ -20,6 +20,7 @@ from torch.optim.optimizer import (
 )
 
 from hetero.internals import MODULE_CALL, RUN_BACKWARD
+from hetero.train.model.looking import unseeing
 
 Call = Callable[..., Any]
 
@@ -120,8 +121,10 @@ class ProgramEntries:
                 self.path.clear()
             self._busy = False
 
-    def _passes(self, plain: Call) -> Call:
-        @functools.wraps(plain)
+    def _passes(self, engine: Call) -> Call:
+        plain = unseeing(engine)
+
+        @functools.wraps(engine)
         def run(*args: Any, **kwargs: Any) -> Any:
             if self._busy or threading.get_ident() != self._thread:
                 return plain(*args, **kwargs)

@@ -20,6 +20,7 @@ from hetero.functional.head import has_memory
 from hetero.internals import RUN_BACKWARD, tree_iter
 from hetero.interrupts import theirs
 from hetero.train.access.attachments import Attachments, Call
+from hetero.train.model.looking import unseeing
 from hetero.train.model.units import Unit
 
 MANY = 256  # prune hooks of dead graphs once there are this many
@@ -86,7 +87,7 @@ class Listening(Attachments):
         made: list[Within] = []
 
         def make(plain: Any) -> Within:
-            made.append(Within(plain, self._listener.backward))
+            made.append(Within(unseeing(plain), self._listener.backward))
             return made[0]
 
         watched = RUN_BACKWARD.replaced(make)

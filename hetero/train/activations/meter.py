@@ -13,10 +13,11 @@ import torch
 
 from hetero.device import Device
 from hetero.functional.head import has_memory
-from hetero.internals import RUN_BACKWARD, DispatchMode, Replacement, current_mode, tree_iter
+from hetero.internals import RUN_BACKWARD, Replacement, current_mode, tree_iter
 from hetero.train.activations.allocator import MARGIN, AllocatorMeter
 from hetero.train.activations.held import GraphFootprint
 from hetero.train.model.binding import without_faults
+from hetero.train.model.looking import OnlyLooks, nodes_of, unseen_products
 from hetero.types import noop
 
 MADE_BY = "hetero_meter"  # in the metadata of graph nodes
@@ -128,7 +129,7 @@ class BoundMeter(Uninterrupted):
         self._footprint.restart()
 
 
-class LiveBytes(DispatchMode):
+class LiveBytes(OnlyLooks):
     """Counts the bytes of storages made by operations, while they live.
 
     Storages made before, and those of ``known`` tensors, are not counted.
@@ -168,18 +169,20 @@ class LiveBytes(DispatchMode):
         if self._wrappers and any(issubclass(kind, self._wrappers) for kind in types):
             return NotImplemented  # those that it makes inside are seen
         found = func(*args, **kwargs) if kwargs else func(*args)
-        if func.is_view:
-            return found
+        if not func.is_view:
+            self.note(found, (*args, *kwargs.values()) if kwargs else args)
+        return found
+
+    def note(self, found: Any, given: Any) -> None:
+        """Count what an operation made that was given this."""
         with without_faults():  # else this would fetch an unbound parameter
             for tensor in tensors_in(found):
                 storage = tensor.untyped_storage()
                 key = storage._cdata
                 if key not in self._seen:
-                    given = (*args, *kwargs.values()) if kwargs else args
                     shared = (t.untyped_storage()._cdata for t in tensors_in(given))
                     if key not in shared:  # else a view, or a write in place
                         self._note(storage, key)
-        return found
 
     def _note(self, storage: torch.UntypedStorage, key: int) -> None:
         n_bytes = storage.nbytes()
@@ -256,6 +259,10 @@ class TracedMeter(Uninterrupted):
         with self._mode:
             yield
 
+    def missed(self, gradients: Any) -> None:
+        """A node of backward made these while the mode was off."""
+        self._mode.note(gradients, ())
+
     def unit_done(self) -> None:
         self._mode.recent = self._mode.counted()
 
@@ -323,8 +330,11 @@ def _for_passes(run: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(run)
     def watched(roots: Any, *args: Any, **kwargs: Any) -> Any:
         with ExitStack() as stack:
-            for meter in meters_of(roots):
+            meters = meters_of(roots)
+            for meter in meters:
                 stack.enter_context(meter.watching())
+            if meters:
+                stack.enter_context(unseen_products(roots, meters[-1].missed))
             return run(roots, *args, **kwargs)
 
     return watched
@@ -338,26 +348,16 @@ def meters_of(roots: Sequence[Any]) -> list[TracedMeter]:
     """
     found: dict[int, TracedMeter] = {}
     n_there = len(_meters)
-    # a root is a tensor or a GradientEdge
-    ahead = [node for root in roots if (node := getattr(root, "grad_fn", None) or _node(root))]
-    seen = set(ahead)
-    while ahead and len(found) < n_there:
-        node = ahead.pop()
+    for node in nodes_of(roots) if n_there else ():
         meter = node.metadata.get(MADE_BY, noop)()
         if meter is not None:
             found[id(meter)] = meter
         leaf = getattr(node, "variable", None)
         if leaf is not None:
             found.update({id(each): each for each in _meters if each.has(leaf)})
-        for below, _ in node.next_functions:
-            if below is not None and below not in seen:
-                seen.add(below)
-                ahead.append(below)
+        if len(found) == n_there:
+            break
     return list(found.values())
-
-
-def _node(root: Any) -> Any:
-    return getattr(root, "node", None)
 
 
 _NOTHING = nullcontext()

@@ -1,0 +1,104 @@
+"""Modes that look at a program's operations, and change no bit of it (floor 2).
+
+[Note: formulas under a mode]  Under any dispatch mode torch takes other formulas in some backwards:
+those that it takes for tensors of which it knows nothing (`isTensorSubclassLike`, in its
+FunctionsManual.cpp). That of `prod` rounds differently; of 136 operations that were tried, no other
+does. So modes that only look are off while a node of `prod` computes. What it makes is told after
+it; its temporaries, of the size of what `prod` was given, are not seen.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from hetero.internals import DispatchMode, active_modes, pop_modes, push_modes
+from hetero.types import noop
+
+PRODUCTS = frozenset({"ProdBackward0", "ProdBackward1"})
+Call = Callable[..., Any]
+
+
+class OnlyLooks(DispatchMode):
+    """A mode that leaves results as they are, those of backwards too."""
+
+
+class LookingMode(OnlyLooks):
+    """Looks at the operations of a program that is not ours, whose passes are `unseeing`."""
+
+    supports_higher_order_operators = True  # their inner results are seen when they come out
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # the guard against compiling would cost more than looking
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True  # compiled code stays compiled: its numbers would change
+
+
+@contextmanager
+def unseen_products(roots: Sequence[Any], made: Call = noop) -> Iterator[None]:
+    """Run a backward pass from ``roots`` inside, so that it gives the bits that it would give
+    without the modes that are on, if those only look: see [Note: formulas under a mode].
+
+    ``made`` is called with the gradients that each such node made, under the modes.
+    """
+    modes = active_modes()
+    if not modes or not all(isinstance(mode, OnlyLooks) for mode in modes):
+        yield  # nothing looks, or the program has a mode of its own, as it would have without us
+        return
+    handles = []
+    for node in nodes_of(roots):
+        if type(node).__name__ in PRODUCTS:
+            handles += _without_modes(node, made)
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _without_modes(node: Any, made: Call) -> list[Any]:
+    """Take all modes off while a node computes. If it fails, torch puts back those of the pass."""
+    modes: list[Any] = []
+
+    def before(_: Any) -> None:
+        modes.extend(pop_modes())
+
+    def after(gradients: Any, _: Any) -> None:
+        push_modes(modes)
+        modes.clear()
+        made(gradients)
+
+    return [node.register_prehook(before), node.register_hook(after)]
+
+
+def nodes_of(roots: Sequence[Any]) -> Iterator[Any]:
+    """Yield the nodes of a graph, of which a root is a tensor or a GradientEdge."""
+    ahead = [n for root in roots if (n := getattr(root, "grad_fn", None) or _node(root))]
+    seen = set(ahead)
+    while ahead:
+        node = ahead.pop()
+        yield node
+        for below, _ in node.next_functions:
+            if below is not None and below not in seen:
+                seen.add(below)
+                ahead.append(below)
+
+
+def _node(root: Any) -> Any:
+    return getattr(root, "node", None)
+
+
+def unseeing(run: Call) -> Call:
+    """Return a function that runs backward passes, with [Note: formulas under a mode] kept."""
+
+    @functools.wraps(run)
+    def passes(roots: Any, *args: Any, **kwargs: Any) -> Any:
+        with unseen_products(roots):
+            return run(roots, *args, **kwargs)
+
+    return passes
