@@ -142,14 +142,16 @@ def test_the_wheel_zooms_with_ctrl_and_scrolls_without(shown: Browser) -> None:
 def test_pointing_at_a_chart_tells_its_figures_there(shown: Browser) -> None:
     shown.ask("document.querySelector('[data-tier=HBM]').scrollIntoView({block: 'center'})")
     spot = "document.querySelector('[data-tier=HBM] .u-over').getBoundingClientRect()"
-    left, y = (shown.ask(f"{spot}.{side}") for side in ("left", "top + 60"))
-    said = []
-    for x in range(60, 600, 40):  # in an update nothing is on HBM: when that is, is chance
-        shown.send("Input.dispatchMouseEvent", type="mouseMoved", x=left + x, y=y)
-        said.append(shown.ask("document.querySelector('.tip').textContent"))
+    left, y, width = (shown.ask(f"{spot}.{side}") for side in ("left", "top + 60", "width"))
+    told = []
+    for share in range(1, 20):  # there are moments at which nothing is held
+        x = left + width * share / 20
+        shown.send("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
         assert not shown.ask("document.querySelector('.tip').hidden")
+        told.append(shown.ask("document.querySelector('.tip').textContent").splitlines())
 
-    assert any("step " in each and "param: " in each for each in said)
+    assert all(len(lines) > 1 for lines in told)
+    assert any("step " in lines[0] and lines[-1].startswith("param: ") for lines in told)
     shown.send("Input.dispatchMouseEvent", type="mouseMoved", x=2, y=2)
     assert shown.ask("document.querySelector('.tip').hidden")
 

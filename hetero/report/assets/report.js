@@ -335,7 +335,8 @@
     if (idx == null || left < 0) { point(''); return; }
     const rows = chart.series.slice(1).map((each, i) => [each.label,
       each.value(chart, chart.data[i + 1][idx], i + 1, idx)]);
-    const said = rows.filter(([, value]) => value && value !== '0 B');
+    const held = rows.filter(([, value]) => value && value !== '0 B');
+    const said = held.length || !rows.some(([, value]) => value) ? held : [['all', '0 B']];
     const spot = chart.over.getBoundingClientRect();
     point([when(moment(chart, chart.data[0][idx]) * MICRO), ...said.map((row) => row.join(': '))].join('\n'),
       spot.left + left, spot.top + Math.max(0, chart.cursor.top));
