@@ -46,6 +46,7 @@ NAMES = (  # module, attribute
     *(("torch.autograd.Variable", "_execution_engine"),),
     *(("torch.utils._python_dispatch", "_disable_current_modes"),),
     *(("torch.utils._python_dispatch", "_get_current_dispatch_mode"),),
+    *(("torch.utils._python_dispatch", "_get_current_dispatch_mode_stack"),),
     *(("torch._functorch.eager_transforms", "_wrap_for_grad"),),
     *(("torch", "_foreach_norm"),),
     *(("torch._functorch.vmap", "_add_batch_dim"), ("torch._dynamo.trace_rules", "add")),
@@ -254,6 +255,11 @@ without_modes: Callable[[], Any] = _FOUND["torch.utils._python_dispatch._disable
 _dispatch_mode = _FOUND["torch._C._get_dispatch_mode"]
 _FAKE = _FOUND["torch._C._TorchDispatchModeKey"].FAKE
 current_mode: Callable[[], Any] = _FOUND["torch.utils._python_dispatch._get_current_dispatch_mode"]
+
+modes_on: Callable[[], list[Any]] = _FOUND[
+    "torch.utils._python_dispatch._get_current_dispatch_mode_stack"
+]
+"""Return the dispatch modes that see operations, the innermost last."""
 
 
 def is_faking() -> bool:
