@@ -248,7 +248,7 @@ without_modes: Callable[[], Any] = _FOUND["torch.utils._python_dispatch._disable
 _dispatch_mode = _FOUND["torch._C._get_dispatch_mode"]
 _FAKE = _FOUND["torch._C._TorchDispatchModeKey"].FAKE
 current_mode: Callable[[], Any] = _FOUND["torch.utils._python_dispatch._get_current_dispatch_mode"]
-active_modes: Callable[[], list[Any]] = _FOUND[
+modes_on: Callable[[], list[Any]] = _FOUND[
     "torch.utils._python_dispatch._get_current_dispatch_mode_stack"
 ]
 """Return the dispatch modes that are on, the outermost first."""
@@ -258,7 +258,7 @@ _push_mode = _FOUND["torch.utils._python_dispatch._push_mode"]
 
 def pop_modes() -> list[Any]:
     """Take all dispatch modes of this thread off; returns them, the outermost first."""
-    modes = active_modes()
+    modes = modes_on()
     for _ in modes:
         _pop_mode()
     return modes

@@ -10,7 +10,8 @@ from hetero.config import Config
 from hetero.errors import BudgetError, ConfigError
 from hetero.rehearse.mirror import ranks_of
 from hetero.rehearse.raises import Raises
-from hetero.rehearse.rehearsal import Rehearsal, Scene, device_for, rehearse
+from hetero.rehearse.rehearsal import Rehearsal, Scene, rehearse
+from hetero.rehearse.stand_in import device_for
 from hetero.train.engine.blueprint import Blueprint
 from hetero.train.engine.budget import paging_bytes
 from hetero.types import Tier, format_bytes

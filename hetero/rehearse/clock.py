@@ -106,6 +106,12 @@ class OpClock(DispatchMode):
         self._counted_seconds = profile.host.counted_seconds if counted else 0.0
         self._known: dict[Any, Known] = {}
         self._n_sharing = n_sharing
+        overlap = profile.overlap
+        slows = [(Lane.H2D, overlap.gemm_under_h2d), (Lane.D2H, overlap.gemm_under_d2h)]
+        if not self._is_cuda:  # processors share their time with the threads of the updater
+            behind = Lane.UPDATE, Lane.READ, Lane.WRITE
+            slows += [(lane, overlap.gemm_under_update) for lane in behind]
+        self._slows = [(lane, figure.value) for lane, figure in slows if figure is not None]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -116,11 +122,10 @@ class OpClock(DispatchMode):
     ) -> Any:
         if func is NUMBER and args[0].is_meta:
             return True if args[0].dtype is torch.bool else 1
-        self.operations += 1
         if func is SUMMED:
-            return self._sum(func, args[0])
-        if self._counted_seconds:
-            self._device.compute(self._counted_seconds)
+            self.add_up(args[0].nbytes)
+            return func(args[0])
+        self.begin()
         if func.is_view or func in FREE:
             return func(*args, **kwargs) if kwargs else func(*args)
         note_writes(func, args)
@@ -139,17 +144,27 @@ class OpClock(DispatchMode):
                 known = self._learn(func, args, kwargs, found)
                 if key is not None:
                     self._known[key] = known
-        self.flops += known.flops
-        self._device.compute(known.seconds * self._slowdown() * self._n_sharing)
+        self.spend(known)
         return found
 
-    def _sum(self, func: Any, part: torch.Tensor) -> Any:
-        """Let the time of a sum of ranks pass."""
-        seconds = self._sum_seconds(part.nbytes)
-        self.summed_bytes += part.nbytes
+    def begin(self) -> None:
+        """Count an operation, before it runs."""
+        self.operations += 1
+        if self._counted_seconds:
+            self._device.compute(self._counted_seconds)
+
+    def spend(self, known: Known) -> None:
+        """Let the time of an operation pass."""
+        self.flops += known.flops
+        self._device.compute(known.seconds * self._slowdown() * self._n_sharing)
+
+    def add_up(self, n_bytes: int) -> None:
+        """Let the time of a sum of ranks pass, which is an operation, too."""
+        seconds = self._sum_seconds(n_bytes)
+        self.operations += 1
+        self.summed_bytes += n_bytes
         self.summed_seconds += seconds
         self._device.compute(seconds)
-        return func(part)
 
     def _learn(self, func: Any, args: Any, kwargs: dict[str, Any] | None, found: Any) -> Known:
         inputs = list(tensors_in((*args, *kwargs.values()) if kwargs else args))
@@ -205,14 +220,10 @@ class OpClock(DispatchMode):
 
     def _slowdown(self) -> float:
         """Return by how much other lanes slow compute down (T7)."""
-        overlap, slow = self._profile.overlap, 1.0
-        pairs = [(Lane.H2D, overlap.gemm_under_h2d), (Lane.D2H, overlap.gemm_under_d2h)]
-        if not self._is_cuda:  # processors share their time with the threads of the updater
-            behind = Lane.UPDATE, Lane.READ, Lane.WRITE
-            pairs += [(lane, overlap.gemm_under_update) for lane in behind]
-        for lane, figure in pairs:
-            if figure is not None and self._device.is_busy(lane):
-                slow = max(slow, figure.value)
+        slow = 1.0
+        for lane, times in self._slows:
+            if times > slow and self._device.is_busy(lane):
+                slow = times
         return slow
 
 

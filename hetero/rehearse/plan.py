@@ -34,8 +34,8 @@ from hetero.rehearse.rehearsal import (
     Rehearsal,
     Scene,
     plain_step,
-    update_seconds,
 )
+from hetero.rehearse.stand_in import update_seconds
 from hetero.rehearse.twin import batch_twin, twin_of
 from hetero.rehearse.variants import adapted, named
 from hetero.rehearse.whatif import ENDLESS, Baseline, on_its_clock, what_if, without_hetero

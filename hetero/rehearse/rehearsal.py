@@ -18,9 +18,8 @@ import torch
 from torch import nn
 
 from hetero.config import Config
-from hetero.device import lane_threads
 from hetero.dry import DryDevice
-from hetero.errors import BudgetError, ConfigError
+from hetero.errors import BudgetError
 from hetero.events import What
 from hetero.internals import backward_of_inputs, backward_of_weights, run_backward
 from hetero.parallel.mesh import TENSOR
@@ -29,12 +28,18 @@ from hetero.plan.hardware import sha256
 from hetero.plan.machine import MachineProfile
 from hetero.plan.network import sum_seconds
 from hetero.plan.pipeline import WHOLE_BATCH, Pass
-from hetero.plan.rates import interpolated
 from hetero.rehearse.clock import OpClock
 from hetero.rehearse.disk import DryDisk, open_dry_pool
 from hetero.rehearse.failures import explaining
 from hetero.rehearse.kernels import AsOn
 from hetero.rehearse.mirror import mirrored, ranks_of
+from hetero.rehearse.repeats import Repeats
+from hetero.rehearse.stand_in import (
+    device_for,
+    disk_seconds,
+    touched_by_update,
+    update_seconds,
+)
 from hetero.rehearse.staying import DryBytes, Staying
 from hetero.rehearse.twin import twin_of
 from hetero.rehearse.worker import DryWorker
@@ -48,11 +53,10 @@ from hetero.train.engine.paged import Paged
 from hetero.train.engine.tuning import Tuning
 from hetero.train.update.masters import working_dtypes
 from hetero.train.update.passage import N_SLOTS
-from hetero.types import Kind, Lane, Tier
+from hetero.types import Kind, Tier
 
 MOST_STEPS = 8  # until every step is as the one before it
 TIERS = (Tier.HBM, Tier.HOST, Tier.NVME)
-THREAD_BYTES_PER_SECOND = 20e9  # read and written by one thread, where it was not measured
 LEAST_STEPS = 3  # of a run whose steps are alike: the first has no plan, the second begins with it
 
 Loss = Callable[[Any], torch.Tensor]
@@ -165,8 +169,10 @@ def rehearse(scene: Scene) -> Rehearsal:
         n_carriers=N_SLOTS if device.is_cuda else 0,
     )
     counted = DryBytes(device.memory.total_bytes())
+    repeats = Repeats(device)
     tuning = Tuning(
         worker=worker,
+        slices=repeats,
         counted=counted if device.is_cuda else None,
         depth=scene.depth,
         activation_share=scene.activation_share,
@@ -177,6 +183,7 @@ def rehearse(scene: Scene) -> Rehearsal:
         tuning.open_pool = partial(open_dry_pool, disk)
     engine = assemble(scene.model, scene.optimizer, config, device, blueprint, tuning, comm)
     device.ram_used = lambda: comm.n_local * engine.setup.ledger.used(Tier.HOST)
+    repeats.log, repeats.offload = engine.setup.log, engine.setup.offload
     counted.charged = partial(engine.setup.ledger.used, Tier.HBM)
     # the engine's ledger has no activations of a model that stays
     staying = None if paged_of(engine) is not None else Staying(engine, counted)
@@ -239,91 +246,6 @@ def plain_step(scene: Scene, blueprint: Blueprint) -> PlainStep:
         seconds=device.clock() + update,
         flops=clock.flops,
     )
-
-
-def device_for(config: Config, profile: MachineProfile) -> DryDevice:
-    """Return a device as the settings name it: CUDA where the profile has a GPU and none is named.
-
-    Its memory is the profile's, or a budget if that is more: one may ask about a larger machine.
-    Raises ConfigError for a CUDA device on a machine without one.
-    """
-    kind = config.device or ("cuda" if profile.gpu is not None else "cpu:sim")
-    gpu = profile.gpu if kind == "cuda" else None
-    if kind == "cuda" and gpu is None:
-        raise ConfigError(
-            f"device='cuda', and profile {profile.name!r} has no [gpu]",
-            advice="name a profile with a GPU, as profile='rtx4090'",
-        )
-    hbm = None
-    if gpu is not None:
-        context = gpu.context_bytes
-        hbm = int(gpu.hbm_bytes.value - (context.value if context is not None else 0))
-    ram = int((profile.host.limit_bytes or profile.host.ram_bytes).value)
-    hbm = None if hbm is None else max(hbm, config.hbm or 0)
-    n_ranks = ranks_of(config.mesh, profile).n_here
-    n_here = 1 if gpu is not None else n_ranks  # which compute, and copy, by the same processors
-
-    def copy_seconds(lane: Lane, n_bytes: int, both_ways: bool) -> float:
-        return n_here * profile.copy_seconds(lane, n_bytes, both_ways, devices=n_ranks)
-
-    ram = max(ram, n_ranks * (config.host or 0))
-    return DryDevice(
-        is_cuda=gpu is not None,
-        same_ram=kind == "cpu",
-        shares_ram=gpu is not None and profile.has_one_ram,
-        hbm_bytes=hbm,
-        ram_bytes=ram,
-        copy_seconds=copy_seconds,
-        copies_here=kind == "cpu:sim",
-        touch_seconds=lambda n_bytes: n_here * profile.memory_seconds(n_bytes),
-        stage_seconds=partial(stage_seconds, profile),
-    )
-
-
-def stage_seconds(profile: MachineProfile, n_bytes: int) -> float:
-    """Return the time in which a lane's threads copy bytes in RAM, which reads and writes them."""
-    threads = lane_threads(profile.host.cores)
-    table = profile.host.threads.dram
-    ram = profile.host.dram_bytes_per_second.value
-    rate = threads * THREAD_BYTES_PER_SECOND if table is None else interpolated(table.rows, threads)
-    return 2 * n_bytes / min(ram, rate)
-
-
-def update_seconds(profile: MachineProfile, blueprint: Blueprint, numel: int) -> float:
-    """Return the time of a step over ``numel`` parameters on HOST (T4).
-
-    If processors compute, too, one of them launches while the others update.
-    """
-    seconds = profile.update_seconds(numel, numel * touched_by_update(blueprint))
-    table = profile.host.threads.update
-    if profile.gpu is not None or table is None:
-        return seconds
-    threads = max(1, profile.host.cores - 1)
-    return max(seconds, numel / interpolated(table.rows, threads))
-
-
-def touched_by_update(blueprint: Blueprint) -> float:
-    """Return the bytes that a step reads and writes for a parameter, the mean of all.
-
-    A gradient is read; weight, master and states are read and written: 28 of AdamW in fp32, 26
-    with split masters (T4).
-    """
-    n_bytes = numel = 0
-    for bucket in blueprint.layout.buckets:
-        if bucket.trainable:
-            costs, size = blueprint.costs[bucket.id], bucket.dtype.itemsize
-            n_bytes += bucket.numel * (size + 2 * (size + costs.master + costs.state))
-            numel += bucket.numel
-    return n_bytes / numel if numel else 0.0
-
-
-def disk_seconds(profile: MachineProfile, lane: Lane, n_bytes: int, both_ways: bool) -> float:
-    """Return the time of a transfer; the drive's cache is taken to be full (T5)."""
-    if lane is Lane.READ:
-        return profile.read_seconds(n_bytes, both_ways=both_ways)
-    cache = profile.drive().slc_bytes
-    before = 0.0 if cache is None else cache.value
-    return profile.write_seconds(n_bytes, before, both_ways=both_ways)
 
 
 def one_step(

@@ -16,7 +16,7 @@ from hetero.plan.machine import MachineProfile
 from hetero.rehearse.clock import OpClock
 from hetero.rehearse.kernels import AsOn
 from hetero.rehearse.named import machine
-from hetero.rehearse.rehearsal import device_for
+from hetero.rehearse.stand_in import device_for
 
 
 def split(

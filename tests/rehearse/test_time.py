@@ -25,7 +25,7 @@ from hetero.plan.rates import attention_flops
 from hetero.rehearse.clock import OpClock, touched_bytes
 from hetero.rehearse.disk import DryDisk
 from hetero.rehearse.kernels import AsOn
-from hetero.rehearse.rehearsal import touched_by_update
+from hetero.rehearse.stand_in import touched_by_update
 from hetero.rehearse.worker import DryWorker
 from hetero.train.engine.blueprint import draw
 from hetero.types import Lane

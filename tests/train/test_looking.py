@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import hetero
-from hetero.internals import DispatchMode, active_modes
+from hetero.internals import DispatchMode, modes_on
 from hetero.train.activations.meter import LiveBytes
 from hetero.train.model.looking import LookingMode, unseen_products
 
@@ -106,7 +106,7 @@ def test_a_model_of_products_trains_bitwise(
     ours = RUNS[how](copy.deepcopy(plain), tmp_path)
 
     assert all(map(torch.equal, train(plain, adam(plain)), ours))
-    assert not active_modes()
+    assert not modes_on()
 
 
 def values() -> Tensor:
@@ -163,8 +163,8 @@ def test_a_pass_that_fails_leaves_the_modes_that_were_on() -> None:
     with looking:
         with pytest.raises(ZeroDivisionError), unseen_products((loss,)):
             loss.backward()
-        assert active_modes() == [looking]
-    assert not active_modes()
+        assert modes_on() == [looking]
+    assert not modes_on()
 
 
 def test_gradients_that_were_made_unseen_are_counted() -> None:

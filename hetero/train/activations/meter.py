@@ -193,6 +193,10 @@ class LiveBytes(OnlyLooks):
 
         self.live += n_bytes
         self._seen[key] = weakref.ref(storage, gone)
+        self.grew()
+
+    def grew(self) -> None:
+        """There are more live bytes: see whether they are a peak."""
         if self.live <= self.recent or not self._ours():
             return
         counted = self.counted()

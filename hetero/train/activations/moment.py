@@ -256,6 +256,19 @@ class Moment:
         """Whether any generator was drawn from since."""
         return any(not source.same(state, source.get()) for source, state in self._drawn)
 
+    def is_as(self, later: Moment) -> bool:
+        """Whether all state is in a later moment of the same code as in this one, to the object;
+        False where a part of it is not recorded. Neither may be closed."""
+        pairs = zip(self._found, later._found, strict=False)
+        return (
+            (self.is_whole and later.is_whole and len(self._found) == len(later._found))
+            and all(_unchanged(then[2], now[2]) for then, now in pairs)
+            and self._casts == later._casts
+            and self._tensors.keys() == later._tensors.keys()
+            and not any(buffer.is_written() for buffer in self._tensors.values())
+            and not self.has_drawn()
+        )
+
     def path(self) -> list[Any]:
         """Return a key of the way through the unit's code: its modules' switches and hooks."""
         found: list[Any] = [self._casts]
@@ -316,6 +329,22 @@ class Moment:
             for name in HOOKS_OF_PARAMETERS:
                 if table := getattr(param, name):
                     yield table
+
+
+def _unchanged(then: Any, now: Any) -> bool:
+    """Whether a state is what it was, part by part."""
+    if then is now:
+        return True
+    kind = type(then)
+    if kind is not type(now):
+        return False
+    if kind is dict:
+        return list(then) == list(now) and all(_unchanged(then[key], now[key]) for key in then)
+    if kind in (list, tuple):
+        return len(then) == len(now) and all(map(_unchanged, then, now))
+    if kind is np.ndarray:
+        return bool(np.array_equal(then, now))
+    return kind in (*PLAIN, torch.dtype) and bool(then == now)
 
 
 def _draw_from(sources: Sequence[tuple[RandomSource, Any]]) -> None:

@@ -19,12 +19,13 @@ from hetero.internals import in_backward, is_faking
 from hetero.interrupts import theirs
 from hetero.plan.activations import KEEP, OFFLOAD, RECOMPUTE, Policy
 from hetero.train.activations.caches import has_rows, is_cache
+from hetero.train.activations.cut import Checked, check_unit, find_cut
 from hetero.train.activations.offload import Offload
 from hetero.train.activations.proof import Proofs
 from hetero.train.activations.reach import Reach
 from hetero.train.activations.recompute import BeforeNode, Call, Forward, ProofTrial
 from hetero.train.activations.saved import SavedTensors, inside_foreign_hooks
-from hetero.train.activations.slices import Checked, Sliced, batch_of, check_unit, find_cut
+from hetero.train.activations.slices import Each, Sliced, batch_of, one_by_one
 from hetero.train.activations.structure import leaves_of
 from hetero.train.model.graph import versions
 from hetero.train.model.units import Unit
@@ -140,6 +141,7 @@ class ActivationPolicies:
         before_node: registers a call before a node of a graph runs.
         trains: whether there are steps, at whose ends measurements are used.
         meets: whether units make calls together with those of other ranks.
+        slices: which slices of a unit's forward or backward have to run.
     """
 
     def __init__(
@@ -156,6 +158,7 @@ class ActivationPolicies:
         before_node: BeforeNode,
         trains: bool,
         meets: bool = False,
+        slices: Each = one_by_one,
     ) -> None:
         named = [i for i, unit in enumerate(units) if unit.module is not None]
         self.may_change = choice == "auto" and trains
@@ -172,6 +175,7 @@ class ActivationPolicies:
         self._saved = saved
         self._units = units
         self._micro_batch = micro_batch
+        self._slices = slices
         self._place = place
         self._offload = offload
         self._enter = enter
@@ -357,6 +361,8 @@ class ActivationPolicies:
             around=lambda: self._accessed(index),
             place=self._place,
             reach=self.reach,
+            saved=self._saved,
+            each=self._slices,
             batch=self._batch,
             size=self._micro_batch or self._batch,
             args=args,

@@ -8,38 +8,30 @@ slices, so a step fetches each of them twice, however many slices there are.
 a unit in the order of the batch, summed in fp32 for 2-byte parameters and rounded once; the first
 addend is a copy. For parameters of 4 bytes and more these are the bits of plain gradient
 accumulation over the same slices.
-
-[Note: one batch]  To the user there is one batch: one loss over all samples. A unit that mixes
-samples (batch norm in training, an auxiliary loss) cannot be sliced and is refused. Tainting finds
-it: with other values in all other samples, the outputs of a slice must not change.
-
-[Note: what is cut]  A first dimension may equal the batch by chance: a causal mask of as many
-positions. A tensor whose other rows change a slice's outputs does not hold samples, and is given
-whole; with the rest cut, a sample must have the same output in company and alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from itertools import combinations
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from hetero.errors import HeteroError, StateError
+from hetero.errors import StateError
 from hetero.internals import keeps_graph
 from hetero.interrupts import theirs
 from hetero.train.activations.caches import is_cache, put_together, rows_of, twin
 from hetero.train.activations.moment import Moment
 from hetero.train.activations.reach import Reach
+from hetero.train.activations.saved import SavedTensors
 from hetero.train.activations.structure import Structure, flatten, told_apart
-from hetero.train.model.graph import leaves_of, users_hooks, versions
-from hetero.train.model.units import makes_anew
 
 Call = Callable[..., Any]
-NEAR = {1: 0.2, 2: 0.05, 4: 1e-3, 8: 1e-8}  # tolerance by item size, times the largest output
+Each = Callable[["Sliced"], AbstractContextManager[Iterable[int]]]
+"""Gives the numbers of the slices that have to run, in a block in which each of them does."""
 
 
 def batch_of(args: Sequence[Any], kwargs: dict[str, Any]) -> int:
@@ -49,6 +41,11 @@ def batch_of(args: Sequence[Any], kwargs: dict[str, Any]) -> int:
     return int(next(sizes, 0))
 
 
+def one_by_one(job: Sliced) -> AbstractContextManager[Iterable[int]]:
+    """Let all of a unit's slices run."""
+    return nullcontext(range(len(job.rows)))
+
+
 class Sliced:
     """One call of a unit on a batch, as calls on its slices.
 
@@ -56,6 +53,8 @@ class Sliced:
         name: the unit's, for messages.
         around: a context in which the unit's parameters are bound.
         reach: the names in the code of modules, looked up once.
+        saved: the owner of the saved-tensor hooks.
+        each: which slices of a forward, or of a backward, have to run.
         batch, size: samples of the batch, and of a slice.
     """
 
@@ -68,6 +67,8 @@ class Sliced:
         around: Callable[[], Any],
         place: torch.device,
         reach: Reach,
+        saved: SavedTensors,
+        each: Each,
         batch: int,
         size: int,
         args: Sequence[Any],
@@ -76,6 +77,8 @@ class Sliced:
         self.name = name
         self.module = module
         self.around = around
+        self.saved = saved
+        self.each = each
         self.batch = batch
         self.rows = [slice(at, min(at + size, batch)) for at in range(0, batch, size)]
         self.params = [p for p in module.parameters() if p.requires_grad]
@@ -92,21 +95,33 @@ class Sliced:
         """Which tensors are given slice by slice."""
         self.differentiable: tuple[bool, ...] = ()
         """Which outputs pass a gradient back, as `check_unit` found."""
+        self.moments: dict[int, Moment] = {}
+        """Of the slices whose forward ran."""
         self.draws = False
         """Whether the unit drew random numbers in its last trial."""
         self._outputs: Structure
-        self._constants: list[Any]
+        self._constants: list[Any] = []
 
     @property
     def tensors(self) -> list[torch.Tensor]:
         """The tensors among the arguments, each once."""
         return [leaf for leaf in self._leaves if isinstance(leaf, torch.Tensor)]
 
+    @property
+    def others(self) -> list[Any]:
+        """What the last slice gave that is no tensor."""
+        return [each.value for each in self._constants if each is not None]
+
     def moment(self) -> Moment:
         """Return the state that the unit's forward would find now."""
         plain = [leaf.value if isinstance(leaf, _Plain) else leaf for leaf in self._leaves]
         given = [leaf for leaf in plain if not (isinstance(leaf, torch.Tensor) or is_cache(leaf))]
         return Moment(self.module, self._place, self._reach, given)
+
+    def found_by(self, at: int) -> Moment:
+        """Return what a slice's forward found. One that did not have to run would have found what
+        the last one before it did."""
+        return self.moments[max(number for number in self.moments if number <= at)]
 
     def refuse_caches(self) -> None:
         """Refuse a cache among the arguments, to which every slice would add."""
@@ -170,6 +185,14 @@ class Sliced:
 
         Caches among the arguments are given as copies, or as their ``rows``.
         """
+        with moment.again(), torch.no_grad(), self.lent(rows), self.around():
+            found = self.run(tensors)
+            self.draws = moment.has_drawn()
+            return found
+
+    @contextmanager
+    def lent(self, rows: slice | None = None) -> Iterator[None]:
+        """Let `run` take other tensors, and copies of caches or of their ``rows``, in a block."""
         kept = self._leaves
         self._leaves = [
             None
@@ -178,10 +201,7 @@ class Sliced:
             for x in kept
         ]
         try:
-            with moment.again(), torch.no_grad(), self.around():
-                found = self.run(tensors)
-                self.draws = moment.has_drawn()
-                return found
+            yield
         finally:
             self._leaves = kept
 
@@ -225,18 +245,17 @@ class _Slices(torch.autograd.Function):
     def forward(ctx: Any, job: Sliced, n_params: int, *inputs: torch.Tensor) -> Any:
         tensors = inputs[n_params:]
         ctx.job, ctx.n_params = job, n_params
-        ctx.moments = []
         whole: list[torch.Tensor] = []
-        with job.around():
-            for rows in job.rows:
-                ctx.moments.append(job.moment())
-                outputs = job.run(job.parts(tensors, rows))
-                ctx.moments[-1].close()
-                job.check_rows(outputs, rows)
+        with job.around(), job.each(job) as numbers:
+            for at in numbers:
+                moment = job.moments[at] = job.moment()
+                outputs = job.run(job.parts(tensors, job.rows[at]))
+                moment.close()
+                job.check_rows(outputs, job.rows[at])
                 if not whole:
                     whole = [laid_out_like(o, job.batch) for o in outputs]
                 for to, output in zip(whole, outputs, strict=True):
-                    to[rows] = output
+                    to[job.rows[at]] = output
                 del outputs
         ctx.save_for_backward(*tensors)
         ctx.set_materialize_grads(False)
@@ -255,8 +274,9 @@ class _Slices(torch.autograd.Function):
             _Gathered(t, sliced=cut) if need else None
             for t, cut, need in zip(tensors, job.cut, wanted[ctx.n_params :], strict=True)
         ]
-        with torch.enable_grad(), job.around():
-            for rows, moment in zip(job.rows, ctx.moments, strict=True):
+        with torch.enable_grad(), job.around(), job.each(job) as numbers:
+            for at in numbers:
+                rows, moment = job.rows[at], job.found_by(at)
                 given = [
                     t.detach().requires_grad_(part is not None)
                     for t, part in zip(job.parts(tensors, rows), parts, strict=True)
@@ -286,7 +306,7 @@ class _Slices(torch.autograd.Function):
                         part.put(rows, next(rest))
         totals = [s.total for s in sums]
         if not keeps_graph():  # [Note: out of gc's sight]
-            del ctx.job, ctx.moments
+            del ctx.job
         return None, None, *totals, *(None if part is None else part.whole for part in parts)
 
 
@@ -335,144 +355,3 @@ class _Gathered:
             return
         self._sum.add(grad)
         self.whole = self._sum.total
-
-
-class Checked(NamedTuple):
-    """How a unit is cut into slices."""
-
-    cut: tuple[bool, ...]
-    """Which of its tensors hold samples."""
-    differentiable: tuple[bool, ...] = ()
-    """Which outputs pass a gradient back."""
-
-
-def check_unit(job: Sliced) -> Checked:
-    """Return how a unit is cut into slices, or refuse it; changes nothing."""
-    if makes_anew(job.module):
-        raise job.refusal("makes its parameters anew in each forward, which would be many")
-    if any(users_hooks(param) for param in job.params):
-        raise job.refusal("has parameters with hooks of their own, which would run for each slice")
-    moment = job.moment()
-    job.cut = find_cut(job, moment)
-    kept, originals = list(job._leaves), job.tensors
-    job._leaves = [None if isinstance(x, torch.Tensor) else _Plain(x) for x in kept]
-    try:
-        with moment.again(), torch.enable_grad(), job.around():
-            given = [
-                t.detach().requires_grad_(of.requires_grad)
-                for t, of in zip(job.parts(originals, job.rows[0]), originals, strict=True)
-            ]
-            outputs = job.run(given)
-            check_leaves(job, outputs, given)
-            return Checked(job.cut, tuple(output.requires_grad for output in outputs))
-    finally:
-        job._leaves = kept
-
-
-def find_cut(job: Sliced, moment: Moment) -> tuple[bool, ...]:
-    """Return which tensors of a unit hold samples; see [Note: what is cut].
-
-    Raises StateError for a unit that mixes samples. Runs two samples a few times, changing nothing.
-    """
-    places = [at for at, candidate in enumerate(job.candidates) if candidate]
-    refused: StateError | None = None
-    for n in range(len(places)):
-        for whole in combinations(places, n):
-            job.cut = tuple(of and at not in whole for at, of in enumerate(job.candidates))
-            try:
-                if keeps_apart(job, moment):
-                    return job.cut
-            except Shapes:
-                continue
-            except StateError as error:
-                refused = refused or error
-    raise refused or job.refusal("mixes samples: one changes when another does")
-
-
-class Shapes(Exception):
-    """Shapes do not fit: a tensor was cut that does not hold samples."""
-
-
-TWO, ONE = slice(0, 2), slice(0, 1)
-
-
-def keeps_apart(job: Sliced, moment: Moment) -> bool:
-    """Whether a sample has the same output with any other sample, and alone.
-
-    A single row may choose other kernels: it is compared up to rounding, unless the unit draws.
-    """
-    tensors = [t.detach() for t in job.tensors]
-    clean = _of_rows(job, tensors, TWO, moment)
-    for at, tensor in enumerate(job.parts(tensors, TWO)):
-        for row in (0, 1) if job.cut[at] else ():
-            other = changed_outside(tensor, slice(row, row + 1))
-            if other is None:
-                continue
-            given = [other if i == at else t for i, t in enumerate(job.parts(tensors, TWO))]
-            after = job.tried([t.clone() for t in given], moment, TWO)
-            if any(not _same(a[row], b[row]) for a, b in zip(clean, after, strict=True)):
-                return False
-    alone = _of_rows(job, tensors, ONE, moment)
-    return job.draws or all(is_near(few, both[ONE]) for few, both in zip(alone, clean, strict=True))
-
-
-def _of_rows(
-    job: Sliced, tensors: Sequence[torch.Tensor], rows: slice, moment: Moment
-) -> list[torch.Tensor]:
-    """Return a unit's outputs for some samples; raises Shapes, or StateError for a refusal."""
-    given = [t.clone() for t in job.parts(tensors, rows)]
-    untouched = versions(given)
-    try:
-        found = job.tried(given, moment, rows)
-    except HeteroError:
-        raise
-    except (RuntimeError, ValueError, IndexError, TypeError, AssertionError) as error:
-        raise Shapes from error
-    if versions(given) != untouched:
-        raise job.refusal("writes to its inputs in place, of which it is given parts")
-    job.check_rows(found, rows)
-    return found
-
-
-def _same(first: torch.Tensor, second: torch.Tensor) -> bool:
-    nan = torch.equal(first.isnan(), second.isnan())
-    return nan and torch.equal(first.nan_to_num(), second.nan_to_num())
-
-
-def changed_outside(tensor: torch.Tensor, rows: slice) -> torch.Tensor | None:
-    """Return a tensor with other values outside ``rows``; None if none can be found."""
-    if tensor.is_meta:
-        return None
-    found = tensor.clone()
-    outside = torch.ones(len(tensor), dtype=torch.bool, device=tensor.device)
-    outside[rows] = False
-    if tensor.is_floating_point() or tensor.is_complex():
-        found[outside] = float("nan")
-    elif tensor.dtype == torch.bool:
-        found[outside] = ~found[outside]
-    elif tensor.numel():  # a value of the tensor: an index stays in its range
-        for value in (tensor.flatten()[0], tensor.flatten()[-1], 0):
-            found[outside] = value
-            if not torch.equal(found, tensor):
-                break
-    return None if torch.equal(found, tensor) else found
-
-
-def is_near(few: torch.Tensor, all_: torch.Tensor) -> bool:
-    """Whether outputs are equal up to the rounding of other kernels."""
-    if few.shape != all_.shape:
-        return False
-    if not few.is_floating_point() or few.is_meta:
-        return True
-    top = all_.nan_to_num().abs().max() if all_.numel() else all_.new_zeros(())
-    error = (few - all_).nan_to_num().abs().max() if all_.numel() else all_.new_zeros(())
-    return bool(error <= NEAR[few.dtype.itemsize] * top)
-
-
-def check_leaves(
-    job: Sliced, outputs: Sequence[torch.Tensor], given: Sequence[torch.Tensor]
-) -> None:
-    """Refuse a unit that uses another unit's parameters: their gradients would be lost."""
-    own = {id(leaf) for leaf in (*job.params, *given)}
-    if any(id(leaf) not in own for leaf in leaves_of(outputs)):
-        raise job.refusal("uses a parameter that is not its own")

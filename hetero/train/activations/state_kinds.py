@@ -58,6 +58,10 @@ class Buffer:
         elif tensor.layout is not torch.strided or tensor.is_nested or tensor.nbytes > SMALL:
             self._before = None
 
+    def is_written(self) -> bool:
+        """Whether the tensor's version is another one than before."""
+        return _version(self._tensor) != self._version
+
     def copy(self) -> torch.Tensor:
         """Return a writable copy of the value before the forward."""
         return (self._tensor if self._before is None else self._before).clone()

@@ -13,6 +13,7 @@ from hetero.memory.pool import Pool, open_pool
 from hetero.plan.schedule import Schedule, Shape
 from hetero.plan.trace import Trace
 from hetero.train.activations.allocator import DeviceBytes
+from hetero.train.activations.slices import Each, one_by_one
 
 
 @dataclass(slots=True)
@@ -53,6 +54,8 @@ class Tuning:
     """Opens the pool that keeps homes on disk."""
     n_events: int | None = CAPACITY
     """Events that the log keeps until they are drained; None: all."""
+    slices: Each = one_by_one
+    """Which slices of a unit's forward or backward have to run."""
     io_threads: int | None = None
     """Threads that read and write the NVME tier; None: chosen by measuring the drive."""
     checked: bool = True

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from hetero.internals import DispatchMode, active_modes, pop_modes, push_modes
+from hetero.internals import DispatchMode, modes_on, pop_modes, push_modes
 from hetero.types import noop
 
 PRODUCTS = frozenset({"ProdBackward0", "ProdBackward1"})
@@ -46,7 +46,7 @@ def unseen_products(roots: Sequence[Any], made: Call = noop) -> Iterator[None]:
 
     ``made`` is called with the gradients that each such node made, under the modes.
     """
-    modes = active_modes()
+    modes = modes_on()
     if not modes or not all(isinstance(mode, OnlyLooks) for mode in modes):
         yield  # nothing looks, or the program has a mode of its own, as it would have without us
         return
