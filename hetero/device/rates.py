@@ -36,7 +36,7 @@ class LaneRates:
         """Measure a lane's rate."""
         with self._ends(lane) as (target, source):
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            with torch.cuda.stream(self._lanes.streams[lane]):
+            with self._lanes.on(lane):
                 target.copy_(source, non_blocking=True)  # the first one warms up
                 begin.record()
                 target.copy_(source, non_blocking=True)
@@ -59,19 +59,19 @@ class LaneRates:
         """Return the time of copies on a lane, with those of ``beside`` on the other one."""
         # 1. make both lanes wait until all is queued: the host is slower than small copies
         self._settle()
-        stream, other = self._lanes.streams[lane], self._lanes.streams[OPPOSITE[lane]]
+        other = OPPOSITE[lane]
         beside = [*beside] * BESIDE
         cycles = SPIN_CYCLES * (len(moves) + len(beside))
-        with torch.cuda.stream(stream):
+        with self._lanes.on(lane):
             torch.cuda._sleep(cycles)
             queued = torch.cuda.Event()
             queued.record()
-        other.wait_event(queued)
+        self._lanes.streams[other].wait_event(queued)
         # 2. queue the copies on the other lane, then the timed ones
-        with torch.cuda.stream(other):
+        with self._lanes.on(other):
             for move in beside:
                 move.dst.copy_(move.src, non_blocking=True)
-        with torch.cuda.stream(stream):
+        with self._lanes.on(lane):
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()
             for move in moves:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hetero.device import CudaDevice, Slab, release_slab
+from hetero.device import CudaDevice, Move, Slab, release_slab
 from hetero.errors import BudgetError
 from hetero.types import Lane
 from tests.emulator import fake
@@ -142,8 +142,14 @@ def test_a_device_that_is_not_the_current_one_has_slabs_of_its_own(
     monkeypatch.setattr(fake.cuda(), "contexts", set())
     monkeypatch.delattr(fake.cuda()._thread, "device", raising=False)
     slab, arena = device.slab(MIB), device.arena(MIB)
+    pageable = torch.full((MIB,), 6, dtype=torch.uint8)
     device.sync(device.copy(Lane.H2D, arena.carve(0, MIB), slab.block.fill_(5)))
     assert bool((arena.block == 5).all())
+    device.sync(device.copy(Lane.H2D, arena.carve(0, MIB), pageable))  # in threads of the lane
+    assert bool((arena.block == 6).all())
+    up, down = Move(arena.block, slab.block), Move(device.slab(MIB).block, device.arena(MIB).block)
+    assert device.copy_seconds(Lane.D2H, MIB) > 0
+    assert device.lane_seconds(Lane.H2D, [up], [down]) > 0
     assert fake.cuda().contexts == {0}
 
 
