@@ -10,9 +10,11 @@ import pytest
 import torch
 
 from hetero.device import CudaDevice, Move, Slab, release_slab
+from hetero.device.face import PROBE_BYTES
 from hetero.errors import BudgetError
 from hetero.types import Lane
 from tests.emulator import fake
+from tests.emulator.shim import Event
 
 MIB = 2**20
 
@@ -94,6 +96,17 @@ def test_measuring_copies_within_the_device_makes_none_over_the_link(watched: No
     assert fake.copies() == made
     assert device.copy_seconds(Lane.D2H, MIB) > 0
     assert fake.copies() != made
+
+
+def test_a_lane_is_as_fast_as_its_fastest_copy(
+    emulator: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A card that did nothing wakes up while its link is measured."""
+    device = fake.device()
+    times = iter([16.0, 8.0, 2.0, 1.0, 1.0])
+    monkeypatch.setattr(Event, "elapsed_time", lambda begin, end: next(times))
+    assert device.copy_seconds(Lane.D2D, PROBE_BYTES) == pytest.approx(0.001)
+    assert next(times, None) is None
 
 
 def test_device_memory_that_goes_serves_others_after_the_lanes(watched: None) -> None:
