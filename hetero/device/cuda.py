@@ -69,7 +69,7 @@ class CudaDevice:
         self.shares_ram = bool(getattr(found, "is_integrated", False))
         self._locked = LockedMemory(self.torch_device, self._lanes.settle)
         self._staging = Staging(self._lanes.queue, self._lanes.sync, self._locked.slab)
-        self.memory = CudaMemory(self.torch_device, self._lanes)
+        self.memory = CudaMemory(self.torch_device, self._lanes, is_ram=self.shares_ram)
         self._rates = LaneRates(self._lanes, self._staging, self.memory)
 
     def slab(self, n_bytes: int, *, travels: bool = True) -> Slab:
