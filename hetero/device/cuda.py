@@ -59,10 +59,12 @@ class CudaDevice:
         self.name = str(self.torch_device)
         try:
             self._lanes = CudaLanes(self.torch_device)
+            torch.ones(1, device=self.torch_device).add_(1)  # torch may have no kernels for it
         except RuntimeError as error:  # the first use of the device
             raise ConfigError(
                 f"{self.name} cannot be used: {first_line(error)}",
-                advice="end other processes on it (nvidia-smi lists them), or use another one",
+                advice="end other processes on it (nvidia-smi lists them), use another one, or"
+                " install a build of torch with kernels for it (torch.cuda.get_arch_list())",
             ) from error
         settle_backward_at_exit(self.torch_device)
         found = torch.cuda.get_device_properties(self.torch_device)
