@@ -43,7 +43,7 @@ def share_of_libraries() -> float:
     before = _outside()
     layer = nn.TransformerEncoderLayer(256, 4, batch_first=True)
     model: Any = nn.Sequential(
-        nn.Conv1d(256, 256, 3), nn.BatchNorm1d(256), layer, nn.Linear(256, 9)
+        nn.Conv1d(256, 256, 3), nn.GroupNorm(8, 256), layer, nn.Linear(256, 9)
     )
     optimizer: Any = torch.optim.AdamW(model.parameters())
     model, optimizer = hetero.prepare(model, optimizer, device="cuda", precision="bf16")
