@@ -355,7 +355,7 @@ def calibrated() -> MachineProfile:
     with closing(open_device("cpu:sim")) as device:
         rig = Rig(device, PACE, Path.cwd())
         readings = take_readings(rig, groups, lambda *_: None)
-        facts = look(rig, 0)
+        facts = look(rig, {})
     run = CalibrationRun(pace=PACE, seconds=time.perf_counter() - began)
     return with_own_work(as_in_steps(profile_of(facts, readings, run)))
 

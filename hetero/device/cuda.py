@@ -59,17 +59,19 @@ class CudaDevice:
         self.name = str(self.torch_device)
         try:
             self._lanes = CudaLanes(self.torch_device)
+            torch.ones(1, device=self.torch_device).add_(1)  # torch may have no kernels for it
         except RuntimeError as error:  # the first use of the device
             raise ConfigError(
                 f"{self.name} cannot be used: {first_line(error)}",
-                advice="end other processes on it (nvidia-smi lists them), or use another one",
+                advice="end other processes on it (nvidia-smi lists them), use another one, or"
+                " install a build of torch with kernels for it (torch.cuda.get_arch_list())",
             ) from error
         settle_backward_at_exit(self.torch_device)
         found = torch.cuda.get_device_properties(self.torch_device)
         self.shares_ram = bool(getattr(found, "is_integrated", False))
         self._locked = LockedMemory(self.torch_device, self._lanes.settle)
         self._staging = Staging(self._lanes.queue, self._lanes.sync, self._locked.slab)
-        self.memory = CudaMemory(self.torch_device, self._lanes)
+        self.memory = CudaMemory(self.torch_device, self._lanes, is_ram=self.shares_ram)
         self._rates = LaneRates(self._lanes, self._staging, self.memory)
 
     def slab(self, n_bytes: int, *, travels: bool = True) -> Slab:

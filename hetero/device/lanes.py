@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
@@ -56,7 +57,7 @@ class CudaLanes:
         for ticket in after:
             if ticket.event is not None:
                 stream.wait_event(ticket.event)
-        with torch.cuda.stream(stream):
+        with self.on(lane):
             first = self.timing(stream)
             queue()
             event = torch.cuda.Event(enable_timing=first is not None)
@@ -67,6 +68,17 @@ class CudaLanes:
         else:
             ticket.was(time.monotonic(), 0.0)
         return ticket
+
+    @contextmanager
+    def on(self, lane: Lane) -> Iterator[None]:
+        """Queue what a block queues on a lane.
+
+        The current device of a new thread is the first one. `torch.cuda.stream` alone would choose
+        that again in the end, which makes a context there: some 500 MB of its HBM, for each rank.
+        `torch.cuda.device` does not choose one that has no context.
+        """
+        with torch.cuda.device(self._place), torch.cuda.stream(self.streams[lane]):
+            yield
 
     def sync(self, ticket: Ticket) -> None:
         """Block the host until a copy is done."""

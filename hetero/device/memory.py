@@ -7,6 +7,7 @@ import weakref
 
 import torch
 
+from hetero.config import host_limit
 from hetero.device.lanes import CudaLanes
 from hetero.device.process import counts, first_line, keeps_segments
 from hetero.errors import BudgetError
@@ -43,10 +44,15 @@ class UncountedMemory:
 
 
 class CudaMemory:
-    """The HBM of a CUDA device, on which lanes copy."""
+    """The HBM of a CUDA device, on which lanes copy.
 
-    def __init__(self, place: torch.device, lanes: CudaLanes) -> None:
+    Args:
+        is_ram: whether it is a part of RAM.
+    """
+
+    def __init__(self, place: torch.device, lanes: CudaLanes, *, is_ram: bool = False) -> None:
         self._place = place
+        self._is_ram = is_ram
         self._lanes = lanes
         self._computing: dict[int, torch.cuda.Stream] = {}
         self._blocks: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
@@ -100,6 +106,8 @@ class CudaMemory:
 
     def free_bytes(self) -> int:
         free, total = torch.cuda.mem_get_info(self._place)
+        if self._is_ram:  # the driver takes cached files for used, which the kernel gives up
+            free = min(total, max(free, host_limit().n_bytes))
         share = torch.cuda.get_per_process_memory_fraction(self._place)  # above it torch refuses
         return max(0, min(free, int(share * total) - self.reserved_bytes()))
 

@@ -130,15 +130,15 @@ class Staging:
 
     def open(self, n_bytes: int) -> None:
         """Make the ring, of `stages_bytes`, unless there is one of so many bytes; a smaller one if
-        that is not page-locked."""
+        that is not page-locked, but not if none is: each piece costs a copy of its own."""
         if self.n_bytes >= n_bytes:
             return
         self.close()
-        slab = self._slab(n_bytes)
+        pageable = slab = self._slab(n_bytes)
         while not slab.registered and n_bytes > LEAST_BYTES:
             n_bytes = max(LEAST_BYTES, n_bytes // 2 // LEAST_BYTES * LEAST_BYTES)
             slab = self._slab(n_bytes)
-        self._ring = StageRing(slab)
+        self._ring = StageRing(slab if slab.registered else pageable)
 
     def close(self) -> None:
         """Finish, and give the ring back; the next copy makes one again."""

@@ -94,9 +94,16 @@ class DriverGpu(NamedTuple):
     """A device as the driver describes it."""
 
     name: str
-    total_bytes: int
-    free_bytes: int
+    total_bytes: int | None
+    """None where HBM is a part of RAM: the driver counts none then."""
+    free_bytes: int | None
     pcie: str
+    uuid: str = ""
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes that processes use; 0 if the driver does not say."""
+        return (self.total_bytes or 0) - (self.free_bytes or 0)
 
 
 def check_cuda(limit: HostLimit) -> Iterator[Check]:
@@ -125,7 +132,8 @@ def ask_driver() -> tuple[str, list[DriverGpu], str]:
             handles = [
                 pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())
             ]
-            return pynvml.nvmlSystemGetDriverVersion(), [gpu_of(pynvml, h) for h in handles], ""
+            version = text_of(pynvml.nvmlSystemGetDriverVersion())
+            return version, [gpu_of(pynvml, handle) for handle in handles], ""
         finally:
             pynvml.nvmlShutdown()
     except Exception as error:  # NVML raises errors of its own; their text is enough
@@ -133,13 +141,23 @@ def ask_driver() -> tuple[str, list[DriverGpu], str]:
 
 
 def gpu_of(nvml: Any, handle: Any) -> DriverGpu:
-    memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+    try:
+        memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+        total, free = memory.total, memory.free
+    except nvml.NVMLError:  # not supported: a GB10
+        total = free = None
     try:
         width = nvml.nvmlDeviceGetMaxPcieLinkWidth(handle)
         pcie = f"PCIe {nvml.nvmlDeviceGetMaxPcieLinkGeneration(handle)} x{width}"
     except nvml.NVMLError:
         pcie = "PCIe unknown"  # a virtual device does not say
-    return DriverGpu(str(nvml.nvmlDeviceGetName(handle)), memory.total, memory.free, pcie)
+    name, uuid = nvml.nvmlDeviceGetName(handle), nvml.nvmlDeviceGetUUID(handle)
+    return DriverGpu(text_of(name), total, free, pcie, text_of(uuid).removeprefix("GPU-"))
+
+
+def text_of(said: str | bytes) -> str:
+    """Return what NVML said; its older bindings give bytes."""
+    return said.decode(errors="replace") if isinstance(said, bytes) else said
 
 
 def open_cuda() -> CudaDevice | None:
@@ -159,6 +177,9 @@ def check_no_cuda(gpus: list[DriverGpu], problem: str) -> Check:
 
 
 def check_gpu(index: int, gpu: DriverGpu) -> Check:
+    if gpu.total_bytes is None or gpu.free_bytes is None:
+        found = f"{gpu.name}, {gpu.pcie}, HBM is a part of RAM"
+        return Check(f"gpu {index}", Level.GREEN, found)
     free, total = format_bytes(gpu.free_bytes), format_bytes(gpu.total_bytes)
     found = f"{gpu.name}, {gpu.pcie}, HBM {free} free of {total}"
     mostly_free = gpu.free_bytes > gpu.total_bytes / 2

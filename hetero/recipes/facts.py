@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import re
 import resource
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,12 +43,14 @@ class MachineFacts:
     odirect: bool = False
 
 
-def look(rig: Rig, used_before_bytes: int) -> MachineFacts:
-    """Return the facts of this machine; ``used_before_bytes`` of HBM were in use before."""
+def look(rig: Rig, used_before: Mapping[str, int]) -> MachineFacts:
+    """Return the facts of this machine; ``used_before`` is what `used_bytes` returned before."""
     driver, gpus, _ = ask_driver()
     accelerator = rig.device.facts()
+    uuid = "" if accelerator is None else accelerator.uuid.removeprefix("GPU-")
     apart = None if rig.device.shares_ram else accelerator  # from RAM
-    pcie = gpus[0].pcie.lower().replace(" ", "") if gpus else ""
+    ours = [gpu for gpu in gpus if gpu.uuid == uuid] or gpus  # a part of one (MIG) has its own UUID
+    pcie = ours[0].pcie.lower().replace(" ", "") if ours else ""
     return MachineFacts(
         name=host_name(),
         cores=rig.cores,
@@ -60,7 +63,7 @@ def look(rig: Rig, used_before_bytes: int) -> MachineFacts:
         link_type=ONE_RAM if apart is None else link_type(apart.name, pcie),
         accelerator=accelerator,
         accelerators=len(gpus) if accelerator is not None else 0,
-        context_bytes=context_bytes(rig.device, used_before_bytes),
+        context_bytes=context_bytes(rig.device, used_before.get(uuid, 0)),
         driver=driver,
         odirect=rig.folder is not None and is_direct(rig.folder),
     )
@@ -94,16 +97,16 @@ def link_type(gpu: str, pcie: str) -> str:
     return pcie if physical_gbps(pcie) is not None else "unknown"
 
 
-def used_bytes() -> int:
-    """Return the used bytes of the first device's HBM, by its driver; 0 without a driver."""
+def used_bytes() -> dict[str, int]:
+    """Return the used bytes of each device's HBM, by its UUID; none without a driver."""
     _, gpus, _ = ask_driver()
-    return gpus[0].total_bytes - gpus[0].free_bytes if gpus else 0
+    return {gpu.uuid: gpu.used_bytes for gpu in gpus}
 
 
 def context_bytes(device: Device, used_before_bytes: int) -> int | None:
     """Return the HBM that the driver took for this process's context and kernels."""
     total, free = device.memory.total_bytes(), device.memory.free_bytes()
-    if total is None or free is None:
+    if total is None or free is None or device.shares_ram:  # whose RAM others use, too
         return None
     return max(0, total - free - device.memory.reserved_bytes() - used_before_bytes)
 

@@ -11,6 +11,7 @@ import torch
 import hetero
 from hetero.api import engine_of
 from hetero.config import Config, HostLimit
+from hetero.device import memory
 from hetero.train.engine.blueprint import draw
 from hetero.train.engine.budget import available
 from hetero.types import Tier
@@ -57,6 +58,19 @@ def test_what_hbm_takes_of_one_ram_the_homes_have_not(
 ) -> None:
     assert ram_for_homes(device(monkeypatch, is_integrated=False)) == 8 * MIB
     assert ram_for_homes(device(monkeypatch, is_integrated=True)) == 8 * MIB - 300_000
+
+
+@pytest.mark.parametrize(("ram", "free"), [(48, 48), (100, 64), (4, 8)])
+def test_files_in_the_page_cache_leave_one_ram_free(
+    emulator: None, monkeypatch: pytest.MonkeyPatch, ram: int, free: int
+) -> None:
+    """The driver says what is in no use at all: after a checkpoint was read, almost nothing."""
+    monkeypatch.setattr(fake.cuda(), "mem_get_info", lambda place: (8 * MIB, 64 * MIB))
+    monkeypatch.setattr(memory, "host_limit", lambda: HostLimit(ram * MIB, "a test"))
+    monkeypatch.setattr(fake.cuda(), "fraction", 2.0)
+    one, apart = (fake.device(is_integrated=i, total_memory=64 * MIB) for i in (1, 0))
+    assert one.memory.free_bytes() == free * MIB
+    assert apart.memory.free_bytes() == 8 * MIB
 
 
 def test_streams_order_the_copies_within_one_ram(

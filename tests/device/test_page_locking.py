@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from hetero.device import CudaDevice, Slab, release_slab
+from hetero.device import CudaDevice, Move, Slab, release_slab
+from hetero.device.face import PROBE_BYTES
 from hetero.errors import BudgetError
 from hetero.types import Lane
 from tests.emulator import fake
+from tests.emulator.shim import Event
 
 MIB = 2**20
 
@@ -96,6 +98,17 @@ def test_measuring_copies_within_the_device_makes_none_over_the_link(watched: No
     assert fake.copies() != made
 
 
+def test_a_lane_is_as_fast_as_its_fastest_copy(
+    emulator: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A card that did nothing wakes up while its link is measured."""
+    device = fake.device()
+    times = iter([16.0, 8.0, 2.0, 1.0, 1.0])
+    monkeypatch.setattr(Event, "elapsed_time", lambda begin, end: next(times))
+    assert device.copy_seconds(Lane.D2D, PROBE_BYTES) == pytest.approx(0.001)
+    assert next(times, None) is None
+
+
 def test_device_memory_that_goes_serves_others_after_the_lanes(watched: None) -> None:
     device = fake.device()
     slab = device.slab(MIB)
@@ -142,8 +155,14 @@ def test_a_device_that_is_not_the_current_one_has_slabs_of_its_own(
     monkeypatch.setattr(fake.cuda(), "contexts", set())
     monkeypatch.delattr(fake.cuda()._thread, "device", raising=False)
     slab, arena = device.slab(MIB), device.arena(MIB)
+    pageable = torch.full((MIB,), 6, dtype=torch.uint8)
     device.sync(device.copy(Lane.H2D, arena.carve(0, MIB), slab.block.fill_(5)))
     assert bool((arena.block == 5).all())
+    device.sync(device.copy(Lane.H2D, arena.carve(0, MIB), pageable))  # in threads of the lane
+    assert bool((arena.block == 6).all())
+    up, down = Move(arena.block, slab.block), Move(device.slab(MIB).block, device.arena(MIB).block)
+    assert device.copy_seconds(Lane.D2H, MIB) > 0
+    assert device.lane_seconds(Lane.H2D, [up], [down]) > 0
     assert fake.cuda().contexts == {0}
 
 

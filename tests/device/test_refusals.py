@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import hetero
-from hetero.device import CudaDevice
+from hetero.device import CudaDevice, cuda
 from hetero.errors import BudgetError, ConfigError
 from tests.emulator import fake
 from tests.equivalence.blocks import Run
@@ -60,6 +60,21 @@ def test_a_device_that_another_process_has_for_itself_is_refused(
 
     with pytest.raises(ConfigError, match="busy or unavailable"):
         CudaDevice()
+
+
+def test_a_device_for_which_torch_has_no_kernels_is_refused(
+    emulator: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a card that is newer or older than the build: streams and memory are there."""
+
+    def refuse(*size: int, device: torch.device) -> None:
+        raise RuntimeError("CUDA error: no kernel image is available for execution\nCompile with")
+
+    monkeypatch.setattr(cuda.torch, "ones", refuse, raising=False)
+
+    with pytest.raises(ConfigError, match="no kernel image is available") as caught:
+        CudaDevice()
+    assert "get_arch_list" in caught.value.advice
 
 
 def test_a_card_smaller_than_one_unit_is_refused_with_the_smallest_budget(emulator: None) -> None:

@@ -14,11 +14,20 @@ import torch
 
 import hetero
 from hetero.config import Config
-from hetero.device import CpuDevice, Device, SimDevice, StagedTicket, Staging, Ticket, stages_bytes
+from hetero.device import (
+    CpuDevice,
+    Device,
+    SimDevice,
+    Slab,
+    StagedTicket,
+    Staging,
+    Ticket,
+    stages_bytes,
+)
 from hetero.dry import DryDevice
 from hetero.errors import ConfigError, TransferError
 from hetero.jobs import Job
-from hetero.types import Lane
+from hetero.types import Lane, noop
 from tests.emulator import fake
 
 KIB = 2**10
@@ -119,6 +128,21 @@ def test_a_ring_is_as_large_as_is_useful_and_as_the_limit_allows() -> None:
     assert stages_bytes(2**20) == 4 * 2**20
     assert stages_bytes(100) == 8 * 4096
     assert stages_bytes(2**30, 2**20) == 2**20
+
+
+@pytest.mark.parametrize(("accepted", "n_bytes"), [(0, 256 * KIB), (150 * KIB, 128 * KIB)])
+def test_a_ring_is_smaller_if_that_helps_to_page_lock_it(accepted: int, n_bytes: int) -> None:
+    """Where nothing may be page-locked, pieces of a page would cost a copy each for nothing."""
+
+    def slab(n_bytes: int) -> Slab:
+        found = CpuDevice().slab(n_bytes)
+        found.unlock = noop if n_bytes <= accepted else None
+        return found
+
+    device = CpuDevice()
+    staging = Staging(device.copy, device.sync, slab, n_threads=0)
+    staging.open(stages_bytes(64 * KIB))
+    assert staging.n_bytes == n_bytes
 
 
 # -- training on an emulated device --------------------------------------------------------------

@@ -58,7 +58,7 @@ class Cuda:
         self.elsewhere = 0
         """The current device of threads that have not chosen one."""
         self.contexts: set[int] = set()
-        """Devices on which memory was page-locked."""
+        """Devices that a thread chose, or page-locked memory on: each takes HBM for it."""
         self.backend = "native"
         """torch's allocator."""
         self.fraction = 1.0
@@ -91,11 +91,18 @@ class Cuda:
 
     @contextlib.contextmanager
     def device(self, place: torch.device) -> Iterator[None]:
-        before, self._thread.device = self.current_device(), place.index or 0
+        before = self.current_device()
+        self._choose(place.index or 0)
         try:
             yield
         finally:
-            self._thread.device = before
+            self._thread.device = before  # which stays as it is if it has no context
+
+    def _choose(self, index: int) -> None:
+        """Make a device the thread's current one; if it was another one, that makes a context."""
+        if index != self.current_device():
+            self.contexts.add(index)
+        self._thread.device = index
 
     def current_stream(self, device: object = None) -> Stream:
         return Stream(self, self._e.get_stream())
@@ -105,12 +112,13 @@ class Cuda:
 
     @contextlib.contextmanager
     def stream(self, stream: Stream) -> Iterator[None]:
-        old = self._e.set_stream(stream.id)
+        old, before = self._e.set_stream(stream.id), self.current_device()
+        self._choose(stream.device.index)
         try:
-            with self.device(stream.device):
-                yield
+            yield
         finally:
             self._e.set_stream(old)
+            self._choose(before)  # by `set_stream`, whether it has a context or not
 
     def synchronize(self, device: object = None) -> None:
         self.happen(None)

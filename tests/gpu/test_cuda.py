@@ -2,26 +2,75 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 from hetero.recipes.calibrate import CalibrateOptions, calibrate
-from tests.gpu import cases
+from hetero.train.engine.budget import CUDA_SHARE
+from hetero.types import Lane
+from tests.gpu import alone, cases
 from tests.gpu.cases import Gpu
 from tests.recipes.test_calibrate import TINY
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+    pytest.mark.filterwarnings("ignore:.*[Dd]eterministic"),
+]
 globals().update({name: vars(cases)[name] for name in cases.NAMES})
 
 
 @pytest.fixture
-def gpu() -> Gpu:
-    """The device, with the workspaces that cuBLAS takes in this thread and in backward's."""
+def gpu() -> Iterator[Gpu]:
+    """The device, with the workspaces that cuBLAS takes in this thread and in backward's; kernels
+    that add by atomics would give other bits in each run of plain torch, too."""
     x = torch.ones(64, 64, device="cuda", requires_grad=True)
     (x @ x).sum().backward()
-    return Gpu("cuda", torch.cuda, width=2048, slack=192 << 20)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    yield Gpu("cuda", torch.cuda, width=2048, slack=192 << 20)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    torch.use_deterministic_algorithms(False)
+
+
+def test_a_copy_of_a_slab_does_not_stop_the_host(gpu: Gpu) -> None:
+    """torch, too, has to take registered memory for page-locked."""
+    device = gpu.device()
+    slab, arena = device.slab(1 << 20), device.arena(1 << 20)
+    for lane, ends in ((Lane.H2D, (arena, slab)), (Lane.D2H, (slab, arena))):
+        torch.cuda._sleep(200_000_000)  # 0.1 s
+        ticket = device.copy(lane, ends[0].block, ends[1].block, (device.mark(),))
+        assert not device.query(ticket)
+        device.sync(ticket)
+
+
+def test_a_refused_registration_leaves_no_error_to_the_next_kernel(gpu: Gpu) -> None:
+    device = gpu.device()
+    slab = device.slab(1 << 20)
+    assert device.lock(slab.block) is None
+    assert torch.ones(8, device="cuda").add_(1).sum().item() == 16
+
+
+def test_a_process_takes_nothing_of_devices_that_it_does_not_use() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("one CUDA device")
+    assert said_alone(alone.contexts_elsewhere.__name__) == 0
+
+
+def test_libraries_find_room_where_no_budget_was_given() -> None:
+    assert said_alone(alone.share_of_libraries.__name__) < 1 - CUDA_SHARE
+
+
+def said_alone(name: str) -> float:
+    """Return what a process of its own prints."""
+    command = [sys.executable, "-m", alone.__name__, name]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert ran.returncode == 0, ran.stderr
+    return float(ran.stdout.split()[-1])
 
 
 def test_calibrating_cuda_writes_a_profile_without_a_problem(disk: Path) -> None:
