@@ -310,12 +310,13 @@ class ActivationPolicies:
         forward = Forward(
             self._units[index].name or "model",
             module,
-            lambda *args, **kwargs: self._access(index, call, args, kwargs),
+            call,
             args,
             kwargs,
             place=self._place,
             reach=self.reach,
             saved=self._saved,
+            access=partial(self._access, index),
         )
         proof, policy = self.proofs[index], self._used[index]
         path = proof.take(forward.path())
