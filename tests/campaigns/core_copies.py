@@ -69,6 +69,29 @@ def copies_of_parts(side: Side) -> None:
     side.train(model, optimizer, steps=1)
 
 
+class Parametrized(nn.Module):
+    """A block whose layers have a deep copy of their own, which takes all attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.utils.parametrizations.weight_norm(nn.Linear(32, 32))
+        self.two = nn.utils.parametrizations.spectral_norm(nn.Linear(32, 32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.two(torch.tanh(self.one(x)))
+
+
+def copies_of_parametrized_layers(side: Side) -> None:
+    net = Net(3, block=Parametrized)
+    model, optimizer = side.prepare(net, adamw(net))
+    side.train(model, optimizer, steps=2)
+    twin = copy.deepcopy(model)
+    names = {name for module in twin.modules() for name in vars(module)}
+    side.record("attributes of ours", any("hetero" in name for name in names))
+    side.train(twin, adamw(twin), steps=2)
+    side.train(model, optimizer, steps=2)
+
+
 def a_copy_there_is_no_room_for(side: Side) -> None:
     net = Net(6)
     model, _ = side.prepare(net, adamw(net))
@@ -207,5 +230,6 @@ CASES = [
     *(Case(averages_of_a_prepared_model, where) for where in (PAGED, PLENTY, ROOMY)),
     *(Case(a_copy_is_plain_and_trains_by_itself, where) for where in (PAGED, PLENTY)),
     *(Case(copies_of_parts, where) for where in (PAGED, PLENTY)),
+    *(Case(copies_of_parametrized_layers, where) for where in ({"hbm": 45_000}, PLENTY)),
     Case(a_copy_there_is_no_room_for, DISK, refusal=(BudgetError, "a copy of the model")),
 ]

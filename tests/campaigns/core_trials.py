@@ -435,6 +435,26 @@ def outputs_that_an_object_keeps(side: Side) -> None:
     side.record("alive", len(alive))
 
 
+class Decays(Block):
+    """Writes to a weight past its version counter; what autograd saves does not tell."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.side = nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.side.weight.data.mul_(0.999)
+        return super().forward(x) + self.side(x)
+
+
+WRITES = StateError, "a Decays, cannot be computed again: it writes to its parameters"
+
+
+def weights_written_through_data(side: Side) -> None:
+    net = Net(3, block=Decays)
+    side.train(*side.prepare(net, adamw(net)))
+
+
 KINDS = (
     *(InATuple, GlobalTensor, GlobalMadeAnew, Named, ModuleOfTheUser, InSlots, OfNumpy, Containers),
     *(InAProperty, Callables, OtherModule, OddBuffers),
@@ -442,6 +462,9 @@ KINDS = (
 PROGRAMS = [*(notes(kind) for kind in KINDS), hooks_that_write_state, hooks_of_all_modules]
 PROGRAMS += [gradient_hooks_made_in_forward, outputs_that_an_object_keeps]
 CASES = [
+    Case(weights_written_through_data),
+    Case(weights_written_through_data, {"device": "cpu:sim"}),
+    Case(weights_written_through_data, {"activations": "recompute"}, WRITES),
     Case(nested_tensors_inside),
     Case(nested_tensors_inside, {"activations": "recompute"}, (StateError, "saves a nested")),
     *(

@@ -18,6 +18,7 @@ from hetero.errors import OutOfMemory, StateError
 from hetero.train.activations import proof
 from hetero.train.engine import foresight
 from hetero.types import Tier
+from tests.campaigns.core_trials import Decays
 from tests.campaigns.harness import VOCAB, Block, Net
 from tests.emulator import fake
 from tests.emulator.harness import adamw, sgd
@@ -201,9 +202,12 @@ class Counting(Block):
 
 
 @pytest.mark.slow
-def test_units_that_cannot_be_computed_again_go_down(watched: None) -> None:
+@pytest.mark.parametrize("block", [Counting, Decays])
+def test_units_that_cannot_be_computed_again_go_down(
+    watched: None, block: Callable[[], nn.Module]
+) -> None:
     def build() -> nn.Module:
-        return net(block=Counting)
+        return net(block=block)
 
     plain = Plain([[16]] * 4, build=build)
     model, optimizer = prepared(build=build)
@@ -213,7 +217,7 @@ def test_units_that_cannot_be_computed_again_go_down(watched: None) -> None:
         policies = {
             str(engine.residence.activations.policies[at])
             for at, unit in enumerate(engine.setup.blueprint.units)
-            if isinstance(unit.module, Counting)
+            if isinstance(unit.module, (Counting, Decays))
         }
         assert policies == {"keep", "offload"}
     check(plain, model, losses)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -48,6 +49,39 @@ def test_the_parts_of_a_model_without_a_forward_are_called_in_its_place() -> Non
     assert entries_of(model) == list(model)
     assert entries_of(nested) == [*model, nested["c"]]
     assert entries_of(model[0]) == [model[0]]
+
+
+class Attends(nn.Module):
+    """Attention that torch computes by other kernels where its weights are plain tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.MultiheadAttention(D, 2, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.inner(x, x, x, need_weights=False)[0]
+
+
+def test_the_only_block_of_a_list_is_a_unit() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList([Attends()])
+            self.parts = nn.ModuleDict({"a": OneMatrix(D), "b": nn.Sequential(nn.Linear(D, D))})
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.parts["a"](self.blocks[0](x))
+            return self.parts["b"](x)
+
+    torch.manual_seed(0)
+    plain = Model().eval()
+    names = [unit.name for unit in find_units(plain)]
+    model = hetero.prepare(copy.deepcopy(plain), device="cpu", hbm=60_000, chunk_bytes=256)
+
+    with torch.no_grad():
+        x = torch.randn(3, 5, D)
+        assert torch.equal(plain(x), model(x))
+    assert names == ["blocks.0", "parts.a", "parts.b"]
 
 
 def trained(**settings: Any) -> tuple[list[torch.Tensor], Any]:

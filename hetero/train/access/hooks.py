@@ -197,7 +197,15 @@ def _copied(
     with without_faults():
         fits(sum(p.nbytes for p in module.parameters() if id(p) not in memo))
     own = getattr(type(module), "__deepcopy__", None)
-    twin: nn.Module = _twin(ours, module, memo) if own is None else own(module, memo)
+    if own is None:
+        twin = _twin(ours, module, memo)
+    else:  # it may copy all attributes, as that of a parametrized module does
+        attached = module.__dict__
+        module.__dict__ = ours.without_ours(module, attached)
+        try:
+            twin = own(module, memo)
+        finally:
+            module.__dict__ = attached
     for part in twin.modules():
         part.__dict__.pop(PART, None)
     return twin

@@ -299,12 +299,13 @@ class ActivationPolicies:
         forward = Forward(
             self._units[index].name or "model",
             module,
-            lambda *args, **kwargs: self._access(index, call, args, kwargs),
+            call,
             args,
             kwargs,
             place=self._place,
             reach=self.reach,
             saved=self._saved,
+            access=partial(self._access, index),
         )
         proofs, policy = self.proofs, self._used[index]
         conclude = partial(proofs.conclude, index, proofs.take(index, forward.path()))

@@ -25,12 +25,15 @@ from hetero.train.activations.proof import Digests
 from hetero.train.activations.reach import Reach
 from hetero.train.activations.saved import SavedTensors
 from hetero.train.activations.structure import flatten, told_apart
+from hetero.train.model.faults import hearing_of_aliases, is_unbound
 from hetero.train.model.graph import versions
 from hetero.train.model.parts import Parts, PlainTensors
 
 Call = Callable[..., Any]
+Access = Callable[[Call, Sequence[Any], dict[str, Any]], Any]
 BeforeNode = Callable[[Any, Callable[..., None]], None]
 """Registers a call before a node of a graph runs."""
+WRITES_WEIGHTS = "writes to its parameters in its forward"
 ADVICE = (
     "use activations='auto', which computes again only what gave the same bits, or keep what such"
     " units save with activations='keep' or 'offload'"
@@ -42,7 +45,8 @@ class Forward:
 
     Args:
         name: the unit's, for errors.
-        call: called inside an access of the unit.
+        call: the unit's own.
+        access: makes a call inside an access of the unit; None: there is one already.
         saved: the owner of the saved-tensor hooks; None inside units, which have pushed them.
     """
 
@@ -57,12 +61,14 @@ class Forward:
         place: torch.device,
         reach: Reach,
         saved: SavedTensors | None,
+        access: Access | None = None,
     ) -> None:
         self.name = name
         self.advice = ADVICE
         """In place of repeating the call, if it cannot be."""
         self._module = module
         self._call = call
+        self._access = access or _at_once
         self._saved = saved
         self._parts = PlainTensors() if saved is None else saved.parts
         leaves, self._structure = flatten((tuple(args), kwargs))
@@ -72,6 +78,7 @@ class Forward:
         }
         self.written = ""
         """How the call changed its inputs or parameters, which forbids repeating it; else ""."""
+        self._weights: tuple[Digests, Digests] | None = None  # before and after the first call
         self._leaves_inputs = False  # alone, for backward
         tensors = enumerate(self.distinct)
         self._tensors_at = {at for at, leaf in tensors if isinstance(leaf, torch.Tensor)}
@@ -103,17 +110,43 @@ class Forward:
         """Make the call, and note in ``written`` whether it changes its inputs or parameters."""
         weights = [] if digests is None else list(self._module.parameters())
         before = versions(self.distinct), versions(weights)
+        call = self._call if digests is None else self._noted
         with self._watched(digests):
-            found = theirs(self._call, *args, **kwargs)
+            found = theirs(self._access, call, args, kwargs)
         self._moment.close()
         _digest_outputs(found, digests, self._parts)
         if versions(self.distinct) != before[0]:
             self.written = "writes to its inputs in place"
         elif versions(weights) != before[1]:
-            self.written = "writes to its parameters in its forward"
+            self.written = WRITES_WEIGHTS
         elif weights and list(map(id, self._module.parameters())) != list(map(id, weights)):
             self.written = "makes its parameters anew in its forward"
         return found
+
+    def _noted(self, *args: Any, **kwargs: Any) -> Any:
+        """Make the unit's own call, and digest what no version tells of: the parameters whose
+        ``data`` it asks for, before and after; of a model that stays, all of them."""
+        before, after = digests = Digests(), Digests()
+        own = {id(p): p for p in self._module.parameters()}
+        weights = {key: p for key, p in own.items() if type(p) is nn.Parameter}
+        _digest(list(weights.values()), before, self._parts)
+
+        def aliased(param: Any) -> None:
+            if id(param) in own and id(param) not in weights:
+                weights[id(param)] = param
+                _digest([param], before, self._parts)
+
+        with hearing_of_aliases(aliased):
+            found = self._call(*args, **kwargs)
+        _digest(list(weights.values()), after, self._parts)
+        self._weights = digests
+        return found
+
+    def wrote_weights(self) -> bool:
+        """Whether the first call wrote to the unit's parameters unseen; asked in backward, since on
+        a device this waits."""
+        noted, self._weights = self._weights, None
+        return noted is not None and bool(noted[0].difference(noted[1]))
 
     def recomputed(
         self,
@@ -192,7 +225,7 @@ class Forward:
         ]
         args, kwargs = self._structure.build(iter(leaves))
         with self._moment.again(), self._watched(digests):
-            found = theirs(self._call, *args, **kwargs)
+            found = theirs(self._access, self._call, args, kwargs)
         _digest_outputs(found, digests, self._parts)
         return found
 
@@ -205,6 +238,9 @@ class Forward:
         """Repeat the call; raise StateError if it saves other bits."""
         if first is None or conclude is None:
             return self.again(distinct, None)
+        if self.wrote_weights():
+            conclude(WRITES_WEIGHTS)
+            raise self.refusal(f"{WRITES_WEIGHTS}: what it was given is gone")
         second = Digests()
         try:
             found = self.again(distinct, second)
@@ -240,12 +276,20 @@ def _apart(value: Any, wrappers: tuple[type, ...]) -> Any:
     return value.detach().requires_grad_()
 
 
+def _at_once(call: Call, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    return call(*args, **kwargs)
+
+
 def _digest_outputs(found: Any, digests: Digests | None, parts: Parts) -> None:
     """Digest a call's outputs: state may show there alone."""
     if digests is not None:
-        for leaf in flatten(found)[0]:
-            if isinstance(leaf, torch.Tensor):
-                digests.saw(parts.local(leaf))
+        _digest(flatten(found)[0], digests, parts)
+
+
+def _digest(values: Sequence[Any], digests: Digests, parts: Parts) -> None:
+    for value in values:
+        if isinstance(value, torch.Tensor) and not is_unbound(value):
+            digests.saw(parts.local(value))
 
 
 class ProofTrial:
@@ -282,6 +326,8 @@ class ProofTrial:
         self, saved: SavedTensors, packed: Sequence[Any], asks: Sequence[bool]
     ) -> str | None:
         """Return the difference, "" if there is none, None if memory did not suffice."""
+        if self._forward.wrote_weights():
+            return WRITES_WEIGHTS
         second = Digests(keeps=False)
         try:
             given = saved.unpack(packed)

@@ -9,7 +9,8 @@ is switched off.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from inspect import getattr_static
 from typing import Any, NoReturn, Protocol
 
@@ -206,6 +207,8 @@ class BoundPage(Prepared):
 
     @property
     def data(self) -> torch.Tensor:
+        for about_to_leave in _listeners:
+            about_to_leave(self)
         return self.hetero_runtime.alias(self)
 
     @data.setter
@@ -280,6 +283,25 @@ def paged_classes(owner: Faults) -> tuple[type[nn.Parameter], type[nn.Parameter]
     return PagedParameter, PinnedParameter
 
 
+@contextmanager
+def hearing_of_aliases(call: Callable[[Any], None]) -> Iterator[None]:
+    """Inside a block, call ``call`` with each bound parameter whose ``data`` is about to be read:
+    no version tells of writes to that."""
+    _listeners.append(call)
+    try:
+        yield
+    finally:
+        _listeners.remove(call)
+
+
+_listeners: list[Callable[[Any], None]] = []
+
+
+def is_unbound(value: Any) -> bool:
+    """Whether a value is a parameter whose bytes are elsewhere."""
+    return getattr(type(value), "hetero_paged", False)
+
+
 def refuse_transforms() -> None:
     """Raise StateError inside transforms and tracers, which do not see paged parameters."""
     if functorch_level() is not None:
@@ -300,7 +322,7 @@ def _for_scripts(plain: Any) -> Any:
 
     def guarded(self: Any, *args: Any, **kwargs: Any) -> Any:
         for value in tree_iter((args, kwargs)):
-            if getattr(type(value), "hetero_paged", False):
+            if is_unbound(value):
                 return type(value).hetero_runtime.fault(plain, (self, *args), kwargs)
         return plain(self, *args, **kwargs)
 
@@ -315,7 +337,7 @@ def _for_transforms(wrap: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def guarded(tensor: Any, *args: Any) -> Any:
-        if getattr(type(tensor), "hetero_paged", False):
+        if is_unbound(tensor):
             raise StateError(FUNCTORCH[0], advice=FUNCTORCH[1])
         return wrap(tensor, *args)
 

@@ -115,9 +115,9 @@ def split(module: nn.Module, name: str) -> Iterator[Unit]:
         if not has_params(child):
             continue
         is_block = type(child) in blocks and not isinstance(child, LISTS)
-        if is_block or not has_blocks(child):
+        if is_block or (calls_itself(child) and not has_blocks(child)):
             yield Unit(full, child)
-        else:
+        else:  # also a list of one block, which is never called
             yield from split(child, full)
 
 
