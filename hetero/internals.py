@@ -47,7 +47,8 @@ NAMES = (  # module, attribute
     *(("torch.utils._python_dispatch", "_disable_current_modes"),),
     *(("torch.utils._python_dispatch", "_get_current_dispatch_mode"),),
     *(("torch._functorch.eager_transforms", "_wrap_for_grad"),),
-    *(("torch", "_foreach_norm"),),
+    *(("torch", "_foreach_norm"), ("torch.ops.aten", "_trilinear")),
+    *(("torch._C", "_SetExcludeDispatchKeyGuard"), ("torch._C", "_RestorePythonTLSSnapshot")),
     *(("torch._functorch.vmap", "_add_batch_dim"), ("torch._dynamo.trace_rules", "add")),
 )
 
@@ -253,6 +254,24 @@ without_modes: Callable[[], Any] = _FOUND["torch.utils._python_dispatch._disable
 """A block in which no dispatch mode sees operations."""
 _dispatch_mode = _FOUND["torch._C._get_dispatch_mode"]
 _FAKE = _FOUND["torch._C._TorchDispatchModeKey"].FAKE
+_excluding: Callable[..., Any] = _FOUND["torch._C._SetExcludeDispatchKeyGuard"]
+_as_called: Callable[[], Any] = _FOUND["torch._C._RestorePythonTLSSnapshot"]
+_TRILINEAR = _FOUND["torch.ops.aten._trilinear"].default
+
+
+def carried_out(func: Any, args: Any, kwargs: Any) -> Any:
+    """Return what an operation makes that a mode sees, with the bits that it has without the mode:
+    autocast, off in a mode, reaches those in C++ of which nn.Bilinear's is made."""
+    if func is _TRILINEAR:
+        kind, keys = args[0].device.type, torch._C.DispatchKey
+        with _as_called():
+            casts = torch.is_autocast_enabled(kind)
+        key = getattr(keys, f"Autocast{kind.upper()}", keys.AutocastPrivateUse1)
+        with _excluding(key, not casts):
+            return func(*args)
+    return func(*args, **kwargs) if kwargs else func(*args)
+
+
 current_mode: Callable[[], Any] = _FOUND["torch.utils._python_dispatch._get_current_dispatch_mode"]
 
 

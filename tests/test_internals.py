@@ -18,7 +18,9 @@ from hetero.internals import (
     SAVED_HOOKS_ENTER,
     SCRIPT_CALL,
     WRAPPERS,
+    LookingMode,
     Place,
+    carried_out,
     find,
     install,
 )
@@ -141,3 +143,20 @@ def test_a_name_that_this_torch_has_not_is_a_typed_error() -> None:
             find(module, name)
         assert isinstance(caught.value, (HeteroError, ImportError))
         assert "2.9 to 2.13" in caught.value.advice
+
+
+@pytest.mark.parametrize("casts", [False, True])
+def test_a_mode_that_looks_leaves_bilinear_layers_their_bits(casts: bool) -> None:
+    class Looking(LookingMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            return carried_out(func, args, kwargs)
+
+    layer, x = nn.Bilinear(16, 16, 16), torch.randn(3, 5, 16)
+    with torch.autocast("cpu", torch.bfloat16, enabled=casts):
+        expected = layer(x, x)
+        with Looking():
+            found = layer(x, x)
+    assert torch.equal(expected, found)
+    assert torch.equal(layer(x, x), found) is not casts

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 
 from hetero.events import EventLog, What
-from hetero.internals import LookingMode, is_traceable_wrapper_subclass
+from hetero.internals import LookingMode, carried_out, is_traceable_wrapper_subclass
 from hetero.train.activations.meter import tensors_in
 from hetero.types import Kind, Tier
 
@@ -110,7 +110,7 @@ class Storages(LookingMode):
             return NotImplemented  # a wrapper is unwrapped first: its parts are the live storages
         grows_graph = self._making is OTHER and torch.is_grad_enabled()
         derived = self._touch((*args, *kwargs.values()) if kwargs else args)
-        found = func(*args, **kwargs) if kwargs else func(*args)
+        found = carried_out(func, args, kwargs)
         made = Kind.ACTIVATION if grows_graph and derived else self._making
         for tensor in tensors_in(found):
             storage = tensor.untyped_storage()

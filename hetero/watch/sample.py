@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hetero.internals import LookingMode, current_mode
+from hetero.internals import LookingMode, carried_out, current_mode
 from hetero.train.activations.meter import tensors_in
 from hetero.watch.owners import Owned, storage_of
 from hetero.watch.picture import OUTSIDE, HeldStorage, MemoryUse, Picture, picture
@@ -94,7 +94,7 @@ class Sample(LookingMode):
             return NotImplemented  # a wrapper is unwrapped first: its parts are the live storages
         if self.is_on:
             self._quietly(self._read, (*args, *kwargs.values()) if kwargs else args)
-        found = func(*args, **kwargs) if kwargs else func(*args)
+        found = carried_out(func, args, kwargs)
         if self.is_on:
             self._quietly(self._note, found, func)
         return found

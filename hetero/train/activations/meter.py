@@ -13,7 +13,14 @@ import torch
 
 from hetero.device import Device
 from hetero.functional.head import has_memory
-from hetero.internals import RUN_BACKWARD, DispatchMode, Replacement, current_mode, tree_iter
+from hetero.internals import (
+    RUN_BACKWARD,
+    DispatchMode,
+    Replacement,
+    carried_out,
+    current_mode,
+    tree_iter,
+)
 from hetero.train.activations.allocator import MARGIN, AllocatorMeter
 from hetero.train.activations.held import GraphFootprint
 from hetero.train.model.binding import without_faults
@@ -167,7 +174,7 @@ class LiveBytes(DispatchMode):
     ) -> Any:
         if self._wrappers and any(issubclass(kind, self._wrappers) for kind in types):
             return NotImplemented  # those that it makes inside are seen
-        found = func(*args, **kwargs) if kwargs else func(*args)
+        found = carried_out(func, args, kwargs)
         if func.is_view:
             return found
         with without_faults():  # else this would fetch an unbound parameter
