@@ -47,12 +47,11 @@ NAMES = (  # module, attribute
     *(("torch.utils._python_dispatch", "_disable_current_modes"),),
     *(("torch.utils._python_dispatch", "_get_current_dispatch_mode"),),
     *(("torch.utils._python_dispatch", "_get_current_dispatch_mode_stack"),),
-    *(
-        ("torch.utils._python_dispatch", "_pop_mode"),
-        ("torch.utils._python_dispatch", "_push_mode"),
-    ),
+    *(("torch.utils._python_dispatch", "_pop_mode"),),
+    *(("torch.utils._python_dispatch", "_push_mode"),),
     *(("torch._functorch.eager_transforms", "_wrap_for_grad"),),
-    *(("torch", "_foreach_norm"),),
+    *(("torch", "_foreach_norm"), ("torch.ops.aten", "_trilinear")),
+    *(("torch._C", "_SetExcludeDispatchKeyGuard"), ("torch._C", "_RestorePythonTLSSnapshot")),
     *(("torch._functorch.vmap", "_add_batch_dim"), ("torch._dynamo.trace_rules", "add")),
 )
 
@@ -247,6 +246,10 @@ without_modes: Callable[[], Any] = _FOUND["torch.utils._python_dispatch._disable
 """A block in which no dispatch mode sees operations."""
 _dispatch_mode = _FOUND["torch._C._get_dispatch_mode"]
 _FAKE = _FOUND["torch._C._TorchDispatchModeKey"].FAKE
+excluding_key: Callable[..., Any] = _FOUND["torch._C._SetExcludeDispatchKeyGuard"]
+as_called: Callable[[], Any] = _FOUND["torch._C._RestorePythonTLSSnapshot"]
+"""A block, inside of a mode, with the switches of the code that called the operation."""
+TRILINEAR = _FOUND["torch.ops.aten._trilinear"].default
 current_mode: Callable[[], Any] = _FOUND["torch.utils._python_dispatch._get_current_dispatch_mode"]
 modes_on: Callable[[], list[Any]] = _FOUND[
     "torch.utils._python_dispatch._get_current_dispatch_mode_stack"

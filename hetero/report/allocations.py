@@ -77,7 +77,7 @@ class AllocationMode(LookingMode):
     ) -> Any:
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented  # a wrapper is unwrapped first: its parts are the live storages
-        found = func(*args, **kwargs) if kwargs else func(*args)
+        found = self.carried_out(func, args, kwargs)
         if self.is_on and not getattr(func, "is_view", False):
             try:
                 with without_faults():  # else this would fetch an unbound parameter

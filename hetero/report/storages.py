@@ -109,7 +109,7 @@ class Storages(LookingMode):
             return NotImplemented  # a wrapper is unwrapped first: its parts are the live storages
         grows_graph = self._making is OTHER and torch.is_grad_enabled()
         derived = self._touch((*args, *kwargs.values()) if kwargs else args)
-        found = func(*args, **kwargs) if kwargs else func(*args)
+        found = self.carried_out(func, args, kwargs)
         made = Kind.ACTIVATION if grows_graph and derived else self._making
         for tensor in tensors_in(found):
             storage = tensor.untyped_storage()

@@ -95,7 +95,7 @@ class Sample(LookingMode):
             return NotImplemented  # a wrapper is unwrapped first: its parts are the live storages
         if self.is_on:
             self._quietly(self._read, (*args, *kwargs.values()) if kwargs else args)
-        found = func(*args, **kwargs) if kwargs else func(*args)
+        found = self.carried_out(func, args, kwargs)
         if self.is_on:
             self._quietly(self._note, found, func)
         return found

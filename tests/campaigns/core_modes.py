@@ -236,7 +236,28 @@ def graphs(layout: torch.layout, name: str) -> Callable[[Side], None]:
     return program
 
 
+class Bilinear(nn.Module):
+    """Autocast casts what its one operation is made of, and not the operation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.both = nn.Bilinear(32, 32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return x + self.both(x, torch.tanh(x))
+
+
+def bilinear_layers_under_autocast(side: Side) -> None:
+    net = Net(2, block=Bilinear)
+    side.train(*side.prepare(net, adamw(net)))
+
+
 CASES = [
+    *(
+        Case(bilinear_layers_under_autocast, {"device": "cpu:sim", **more})
+        for more in ({}, {"hbm": 10_000_000, "activations": "recompute"})
+    ),
     *(Case(program, where) for program in COMPILED for where in (PAGED, PLENTY)),
     *(Case(program, PAGED, refusal=(StateError, "torch.jit")) for program in REFUSED),
     *(Case(p, PAGED) for p in (a_script_function_of_a_parameter, a_symbolic_trace)),

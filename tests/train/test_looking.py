@@ -22,7 +22,7 @@ WIDTH, BATCH, STEPS = 9, 7, 3
 
 class Looking(LookingMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
+        return self.carried_out(func, args, kwargs)
 
 
 class Programs(DispatchMode):
@@ -189,3 +189,14 @@ def test_gradients_that_were_made_unseen_are_counted() -> None:
         out.tanh().add(1.5).prod(1).sum().backward()
     assert seen == [4 * rows * WIDTH]
     optimizer.step()
+
+
+@pytest.mark.parametrize("casts", [False, True])
+def test_a_mode_that_looks_leaves_bilinear_layers_their_bits(casts: bool) -> None:
+    layer, x = nn.Bilinear(16, 16, 16), torch.randn(3, 5, 16)
+    with torch.autocast("cpu", torch.bfloat16, enabled=casts):
+        expected = layer(x, x)
+        with Looking():
+            found = layer(x, x)
+    assert torch.equal(expected, found)
+    assert torch.equal(layer(x, x), found) is not casts

@@ -295,6 +295,48 @@ def test_a_written_weight_is_its_own_master(place: str) -> None:
     train(reference, model, optimizer, steps=2)
 
 
+@pytest.mark.parametrize("when", ["before a step", "between steps", "after a forward"])
+@pytest.mark.parametrize("place", ["paged", "resident", "home"])
+def test_a_weight_written_through_a_view_is_its_own_master_as_a_whole(
+    place: str, when: str
+) -> None:
+    hbm, device = (None, "cpu") if place == "resident" else (40_000, "cpu:sim")
+    tuning = Tuning(homes_on_hbm=True) if place == "home" else None
+    reference, model, optimizer = start("bf16", hbm=hbm, device=device, tuning=tuning)
+    train(reference, model, optimizer, steps=2)
+    index = {n: i for i, (n, _) in enumerate(reference.model.named_parameters())}
+
+    def write(side: Any) -> None:
+        with torch.no_grad():
+            side.blocks[1].up.weight.view(-1)[:3].mul_(0.5)
+            view = side.blocks[2].up.weight.detach()
+            loss_of(side, data(7, "bf16"))  # others take its place
+            view[1] += 0.25
+
+    x = data(5, "bf16")
+    if when != "after a forward":
+        write(model)
+        write(reference.model)
+    if when == "between steps":
+        with torch.no_grad():
+            loss_of(model, x)
+    left, right = loss_of(reference.model, x), loss_of(model, x)
+    if when == "after a forward":
+        write(model)
+        write(reference.model)
+        left, right = loss_of(reference.model, x), loss_of(model, x)
+    reference.backward(left)
+    right.backward()
+    for name in ("blocks.1.up.weight", "blocks.2.up.weight"):
+        at = index[name]
+        reference.masters[at] = reference.params[at].detach().float()
+    reference.step(None)
+    optimizer.step()
+    optimizer.zero_grad()
+    same(reference, model, "a step later")
+    train(reference, model, optimizer, steps=2)
+
+
 @pytest.mark.parametrize("order", ["model first", "optimizer first"])
 @pytest.mark.parametrize("place", ["paged", "resident"])
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])

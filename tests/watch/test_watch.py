@@ -88,6 +88,19 @@ class Twisted(nn.Module):
         return self.head(x + slope)
 
 
+class Cast(nn.Module):
+    """A model under autocast, which casts in C++ what a bilinear layer is made of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Bilinear(16, 16, 16)
+        self.head = nn.Linear(16, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.head(self.layer(x, x)).float()
+
+
 def train(model: nn.Module, steps: int = 5, rows: int = 8) -> list[torch.Tensor]:
     """Train a while, and return all that could differ: losses, weights, generator."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -130,7 +143,9 @@ def out_of_memory() -> None:
 
 
 @pytest.mark.parametrize(
-    "make", [Net, lambda: Net(recompute=True), Twisted], ids=["plain", "recomputed", "twisted"]
+    "make",
+    [Net, lambda: Net(recompute=True), Twisted, Cast],
+    ids=["plain", "recomputed", "twisted", "cast"],
 )
 def test_a_watched_program_computes_the_same_bits(
     make: Callable[[], nn.Module], page: Path, unrehearsed: None

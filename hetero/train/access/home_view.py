@@ -73,6 +73,7 @@ class StateDictView:
         self._before_write()
         self._pages.masters.assign(segment, value)
         torch.autograd.graph.increment_version(param)
+        self._pages.stepped([bucket])
         self._pages.manager.refresh(bucket)
         return param
 

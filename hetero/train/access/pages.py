@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from hetero.errors import StateError
-from hetero.memory.layout import Layout, Segment
+from hetero.memory.layout import Bucket, Layout, Segment
 from hetero.memory.manager import ChunkManager
 from hetero.train.model.binding import Binding
 from hetero.train.update.masters import Masters
@@ -28,6 +28,20 @@ class ParameterPages:
         self.binding = binding
         self._watched: dict[int, dict[int, int]] = {}  # versions that writes are compared with
         self._sources: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
+        look = weakref.WeakMethod(self._look)  # graphs refer to masters, and pages to modules
+
+        def look_if_there(bucket: Bucket) -> None:
+            if (found := look()) is not None:
+                found(bucket)
+
+        masters.look = look_if_there
+
+    def _look(self, bucket: Bucket) -> None:
+        """Note parameters that were written through a view since they were bound: a view has their
+        version counter. Their replica is exposed, and comes home."""
+        if bucket.has_master and not self.binding.bound[bucket.id]:
+            for position in self.binding.written(bucket.id):
+                self.masters.written(bucket.segments[position])
 
     def home(self, param: nn.Parameter) -> tuple[int, Segment]:
         """Return a parameter's bucket and its segment there."""
@@ -40,6 +54,7 @@ class ParameterPages:
         done = []
         try:
             for bucket in buckets:
+                self._look(self.layout.buckets[bucket])
                 self.binding.bind(self.manager.replicas[bucket])
                 done.append(bucket)
         except BaseException:
@@ -65,9 +80,9 @@ class ParameterPages:
         self.masters.written(segment)
 
     def stepped(self, buckets: Iterable[int]) -> None:
-        """`step` bumped the version counters of bound parameters: do not treat that as a write."""
+        """`step` bumped the version counters of parameters: do not treat that as a write."""
         for bucket in buckets:
-            if self.binding.bound[bucket]:
+            if self.binding.bound[bucket] or self.layout.buckets[bucket].has_master:
                 self.binding.written(bucket)
         for before in self._watched.values():
             before.update(self.versions(before))

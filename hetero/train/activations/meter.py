@@ -168,7 +168,7 @@ class LiveBytes(OnlyLooks):
     ) -> Any:
         if self._wrappers and any(issubclass(kind, self._wrappers) for kind in types):
             return NotImplemented  # those that it makes inside are seen
-        found = func(*args, **kwargs) if kwargs else func(*args)
+        found = self.carried_out(func, args, kwargs)
         if not func.is_view:
             self.note(found, (*args, *kwargs.values()) if kwargs else args)
         return found

@@ -176,7 +176,7 @@ class HomeSteps(NoSteps):
         touched = [index for update in (*begun, *updates) for index in update.touched]
         if touched:
             torch.autograd.graph.increment_version([self.setup.params[i] for i in touched])
-            residence.stepped(updates)
+            residence.stepped((*begun, *updates))
         # 3. homes are handed to their updates, in the order in which they are needed next
         of_bucket = {update.bucket.id: update for update in updates}
         ordered = residence.in_order(update.bucket for update in updates)

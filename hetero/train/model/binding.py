@@ -91,9 +91,9 @@ class Binding:
         return written
 
     def written(self, bucket: int) -> list[int]:
-        """Return positions of the bound parameters written since this was last asked."""
+        """Return positions of parameters written since they were first bound, or this was asked."""
         found, versions = [], self._versions[bucket]
-        for position, param in enumerate(self._of_bucket[bucket]):
+        for position, param in enumerate(self._of_bucket[bucket] if versions else ()):
             now = self.version_of(param)
             if now != versions[position]:
                 found.append(position)

@@ -14,7 +14,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from hetero.internals import DispatchMode, modes_on, pop_modes, push_modes
+import torch
+
+from hetero.internals import (
+    TRILINEAR,
+    DispatchMode,
+    as_called,
+    excluding_key,
+    modes_on,
+    pop_modes,
+    push_modes,
+)
 from hetero.types import noop
 
 PRODUCTS = frozenset({"ProdBackward0", "ProdBackward1"})
@@ -23,6 +33,19 @@ Call = Callable[..., Any]
 
 class OnlyLooks(DispatchMode):
     """A mode that leaves results as they are, those of backwards too."""
+
+    @staticmethod
+    def carried_out(func: Any, args: Any, kwargs: dict[str, Any] | None) -> Any:
+        """Return what an operation makes, with the bits that it has without the mode: autocast,
+        off in a mode, reaches those in C++ of which nn.Bilinear's is made."""
+        if func is TRILINEAR:
+            kind, keys = args[0].device.type, vars(torch._C.DispatchKey)
+            with as_called():
+                casts = torch.is_autocast_enabled(kind)
+            key = keys.get(f"Autocast{kind.upper()}", keys["AutocastPrivateUse1"])
+            with excluding_key(key, not casts):
+                return func(*args)
+        return func(*args, **kwargs) if kwargs else func(*args)
 
 
 class LookingMode(OnlyLooks):

@@ -25,7 +25,7 @@ from hetero.memory.layout import Bucket, Layout, Segment, row
 from hetero.train.model.host_work import host_work
 from hetero.train.model.lazy import handle
 from hetero.train.update.kernel import join, split_
-from hetero.types import Kind
+from hetero.types import Kind, noop
 
 WORKING = {"bf16": torch.bfloat16, "fp16": torch.float16}
 CONVERTED = (torch.float32, torch.bfloat16, torch.float16)
@@ -94,6 +94,8 @@ class Masters:
         self._loaded: set[int] = set()  # parameters whose difference came from a state dict
         self._written: set[int] = set()  # parameters written on the device
         self._unfinished: dict[int, list[Overwritten]] = {}  # by bucket
+        self.look: Callable[[Bucket], None] = noop
+        """Calls `written` for weights of a bucket that were written through a view, if any."""
 
     @property
     def chunk_numel(self) -> int:
@@ -237,6 +239,7 @@ class Masters:
         """Weights [start, end) at home are about to be overwritten; call the result afterwards."""
         if not bucket.has_master:
             return lambda: None
+        self.look(bucket)
         with host_work():
             before = self._before(bucket, start, end)
 
@@ -257,6 +260,7 @@ class Masters:
         may have been."""
         if not bucket.has_master:
             return
+        self.look(bucket)
         with host_work():
             if before is not None:
                 self.reset_changed(bucket, 0, before)
