@@ -30,9 +30,9 @@ from torch.utils._pytree import tree_unflatten as tree_unflatten
 
 from hetero.errors import unknown_torch
 
+_MODES = "torch.utils._python_dispatch"
 NAMES = (  # module, attribute
     *(("torch._C", "_current_graph_task_id"), ("torch._C", "_storage_Use_Count")),
-    *(("torch._C", "_to_dlpack"),),
     *(("torch._C", "_get_tracing_state"), ("torch._C", "DisableTorchFunctionSubclass")),
     *(("torch._C", "_disabled_torch_function_impl"), ("torch.Tensor", "_make_wrapper_subclass")),
     *(("torch.Tensor", "_make_subclass"), ("torch.Tensor", "_version")),
@@ -43,12 +43,9 @@ NAMES = (  # module, attribute
     *(("torch._C", "_get_dispatch_mode"), ("torch._C", "_TorchDispatchModeKey")),
     *(("torch._C._functorch", "peek_interpreter_stack"),),
     *(("torch.autograd", "_engine_run_backward"), ("torch.autograd.graph", "_engine_run_backward")),
-    *(("torch.autograd.Variable", "_execution_engine"),),
-    *(("torch.utils._python_dispatch", "_disable_current_modes"),),
-    *(("torch.utils._python_dispatch", "_get_current_dispatch_mode"),),
-    *(("torch.utils._python_dispatch", "_get_current_dispatch_mode_stack"),),
-    *(("torch.utils._python_dispatch", "_pop_mode"),),
-    *(("torch.utils._python_dispatch", "_push_mode"),),
+    *(("torch.autograd.Variable", "_execution_engine"), ("torch._C", "_to_dlpack")),
+    *((_MODES, "_disable_current_modes"), (_MODES, "_pop_mode"), (_MODES, "_push_mode")),
+    *((_MODES, "_get_current_dispatch_mode"), (_MODES, "_get_current_dispatch_mode_stack")),
     *(("torch._functorch.eager_transforms", "_wrap_for_grad"),),
     *(("torch", "_foreach_norm"), ("torch.ops.aten", "_trilinear")),
     *(("torch._C", "_SetExcludeDispatchKeyGuard"), ("torch._C", "_RestorePythonTLSSnapshot")),
@@ -242,21 +239,27 @@ make_subclass: Callable[..., Any] = _FOUND["torch.Tensor._make_subclass"]
 """Return a tensor of a subclass on the memory of another."""
 make_wrapper: Callable[..., Any] = _FOUND["torch.Tensor._make_wrapper_subclass"]
 """Return a tensor of a subclass, with a shape and no memory."""
-without_modes: Callable[[], Any] = _FOUND["torch.utils._python_dispatch._disable_current_modes"]
+without_modes: Callable[[], Any] = _FOUND[f"{_MODES}._disable_current_modes"]
 """A block in which no dispatch mode sees operations."""
 _dispatch_mode = _FOUND["torch._C._get_dispatch_mode"]
 _FAKE = _FOUND["torch._C._TorchDispatchModeKey"].FAKE
-excluding_key: Callable[..., Any] = _FOUND["torch._C._SetExcludeDispatchKeyGuard"]
+_excluding = _FOUND["torch._C._SetExcludeDispatchKeyGuard"]
 as_called: Callable[[], Any] = _FOUND["torch._C._RestorePythonTLSSnapshot"]
 """A block, inside of a mode, with the switches of the code that called the operation."""
 TRILINEAR = _FOUND["torch.ops.aten._trilinear"].default
-current_mode: Callable[[], Any] = _FOUND["torch.utils._python_dispatch._get_current_dispatch_mode"]
-modes_on: Callable[[], list[Any]] = _FOUND[
-    "torch.utils._python_dispatch._get_current_dispatch_mode_stack"
-]
+_KEYS = vars(torch._C.DispatchKey)
+
+
+def switching_autocast(kind: str, *, on: bool) -> Any:
+    """Return a block, inside of a mode, in which autocast is on or off for a type of device."""
+    return _excluding(_KEYS.get(f"Autocast{kind.upper()}", _KEYS["AutocastPrivateUse1"]), not on)
+
+
+current_mode: Callable[[], Any] = _FOUND[f"{_MODES}._get_current_dispatch_mode"]
+modes_on: Callable[[], list[Any]] = _FOUND[f"{_MODES}._get_current_dispatch_mode_stack"]
 """Return the dispatch modes that are on, the outermost first."""
-_pop_mode = _FOUND["torch.utils._python_dispatch._pop_mode"]
-_push_mode = _FOUND["torch.utils._python_dispatch._push_mode"]
+_pop_mode = _FOUND[f"{_MODES}._pop_mode"]
+_push_mode = _FOUND[f"{_MODES}._push_mode"]
 
 
 def pop_modes() -> list[Any]:

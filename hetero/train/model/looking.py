@@ -20,10 +20,10 @@ from hetero.internals import (
     TRILINEAR,
     DispatchMode,
     as_called,
-    excluding_key,
     modes_on,
     pop_modes,
     push_modes,
+    switching_autocast,
 )
 from hetero.types import noop
 
@@ -39,11 +39,10 @@ class OnlyLooks(DispatchMode):
         """Return what an operation makes, with the bits that it has without the mode: autocast,
         off in a mode, reaches those in C++ of which nn.Bilinear's is made."""
         if func is TRILINEAR:
-            kind, keys = args[0].device.type, vars(torch._C.DispatchKey)
+            kind = args[0].device.type
             with as_called():
                 casts = torch.is_autocast_enabled(kind)
-            key = keys.get(f"Autocast{kind.upper()}", keys["AutocastPrivateUse1"])
-            with excluding_key(key, not casts):
+            with switching_autocast(kind, on=casts):
                 return func(*args)
         return func(*args, **kwargs) if kwargs else func(*args)
 
