@@ -23,6 +23,7 @@ from click.testing import CliRunner, Result
 from hetero.cli import main
 from hetero.config import HostLimit
 from hetero.device import CpuDevice, Slab
+from hetero.errors import ConfigError
 from hetero.plan.presets import PRESETS
 from hetero.recipes import doctor
 from hetero.recipes.findings import Check, Examination, Level
@@ -507,15 +508,20 @@ def test_doctor_measures_links_and_page_locking_where_there_is_cuda() -> None:
     assert found["page-locking"].found.startswith("16 KiB of RAM")
 
 
-def test_a_gpu_that_torch_does_not_see_is_red(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_that_torch_cannot_use_is_red_with_its_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse() -> None:
+        raise ConfigError("cuda:0 is busy", advice="end others")
+
     gpu = doctor.DriverGpu("Fake 1", 1, 1, "PCIe unknown")
-    monkeypatch.setattr(doctor, "open_cuda", lambda: None)
+    monkeypatch.setattr(doctor, "CudaDevice", refuse)
     monkeypatch.setattr(doctor, "ask_driver", lambda: ("1.2", [gpu], ""))
 
     (check,) = doctor.check_cuda(HostLimit(2**20, "a test"))
 
     assert check.level is Level.RED
-    assert "Fake 1" in check.found
+    assert "Fake 1" in check.found and "cuda:0 is busy" in check.found
 
 
 # -- bench ---------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ import torch
 
 from hetero.config import HostLimit, host_limit
 from hetero.crc import crc32
-from hetero.device import CudaDevice, Device, release_slab
+from hetero.device import CudaDevice, Device, first_line, release_slab
 from hetero.errors import ConfigError, StorageError
 from hetero.io import Folder, aligned_buffer
 from hetero.mounts import mount_of
@@ -110,8 +110,8 @@ def check_cuda(limit: HostLimit) -> Iterator[Check]:
     """Yield the checks of the driver, the devices, the links and page-locking."""
     driver, gpus, problem = ask_driver()
     device = open_cuda()
-    if device is None:
-        yield check_no_cuda(gpus, problem)
+    if isinstance(device, str):
+        yield check_no_cuda(gpus, problem, device)
         return
     yield Check("driver", Level.GREEN, driver or f"unknown ({problem})")
     yield from (check_gpu(i, gpu) for i, gpu in enumerate(gpus))
@@ -160,20 +160,21 @@ def text_of(said: str | bytes) -> str:
     return said.decode(errors="replace") if isinstance(said, bytes) else said
 
 
-def open_cuda() -> CudaDevice | None:
-    """Return the CUDA device, or None if torch sees none."""
+def open_cuda() -> CudaDevice | str:
+    """Return the CUDA device, or why torch has none."""
     try:
         return CudaDevice()
-    except (ConfigError, RuntimeError):
-        return None
+    except (ConfigError, RuntimeError) as error:
+        return first_line(error)
 
 
-def check_no_cuda(gpus: list[DriverGpu], problem: str) -> Check:
+def check_no_cuda(gpus: list[DriverGpu], problem: str, why: str) -> Check:
     if not gpus:
         found = f"none ({problem or 'no device'}); hetero runs on the CPU and on cpu:sim"
         return Check("cuda", Level.YELLOW, found, "nothing, unless this machine has an NVIDIA GPU")
-    found = f"{gpus[0].name} is there, and torch does not see it (built for {build()})"
-    return Check("cuda", Level.RED, found, "install a CUDA build of torch that fits the driver")
+    found = f"{gpus[0].name} is there, and torch, built for {build()}, cannot use it: {why}"
+    fix = "install a CUDA build of torch that fits the driver and the card, or end what uses it"
+    return Check("cuda", Level.RED, found, fix)
 
 
 def check_gpu(index: int, gpu: DriverGpu) -> Check:

@@ -13,6 +13,7 @@ import hetero
 from hetero.api import engine_of
 from hetero.device import CudaDevice
 from hetero.jobs import Worker
+from hetero.train.engine.paged import Paged
 from hetero.train.update.device_kernel import DeviceLibrary
 from hetero.types import Lane, Tier
 from tests.emulator import fake
@@ -52,6 +53,18 @@ def test_updates_through_hbm_have_the_bits_of_updates_at_home(
 
     assert through.bits() == down.bits()
     assert any(call.startswith("cuLaunchKernel adam_") for call in host.calls())
+
+
+def test_the_first_step_of_a_real_device_is_no_measure_of_its_updates(watched: None) -> None:
+    """Pages of states are touched for the first time; a model whose time is modelled has none."""
+    run, paces = run_on(False), []
+    for number in range(3):
+        run.step(number)
+        residence = run.engine.residence
+        assert isinstance(residence, Paged) and residence.trained.stepper is not None
+        residence.trained.stepper.finish()
+        paces.append(residence.trained.stepper.pace.seconds_per_numel)
+    assert paces[0] is None and all(paces[1:])
 
 
 def hesitate() -> None:

@@ -98,6 +98,16 @@ def test_the_pace_of_steps_in_which_updates_may_pass_is_apart() -> None:
     assert (pace.seconds_per_numel, pace.passing) == (2.0, 0.5)
 
 
+def test_a_step_that_touches_pages_or_compiles_kernels_is_no_measure_of_others() -> None:
+    pace = UpdatePace(warms=True)
+    found = []
+    for seconds, passes in ((9.0, False), (4.0, False), (8.0, True), (2.0, True), (6.0, False)):
+        pace.note(0.0, seconds, 2, passes=passes)
+        pace.close()
+        found.append((pace.seconds_per_numel, pace.passing))
+    assert found == [(None, None), (2.0, None), (2.0, None), (2.0, 1.0), (3.0, 1.0)]
+
+
 def test_carriers_take_the_last_slices_and_a_failed_one_ends_the_job() -> None:
     done: list[str] = []
 

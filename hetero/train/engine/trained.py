@@ -22,6 +22,7 @@ from hetero.train.gradients.store import GradStore
 from hetero.train.update.device_kernel import natives
 from hetero.train.update.draft import Drafts
 from hetero.train.update.masters import LossScaler
+from hetero.train.update.pace import UpdatePace
 from hetero.train.update.passage import Passage
 from hetero.train.update.step import Stepper
 from hetero.types import Tier
@@ -154,6 +155,7 @@ def make_stepper(
         setup.worker,
         log=setup.log,
         scaler=LossScaler() if setup.config.precision == "fp16" else None,
+        pace=UpdatePace(warms=setup.device.is_cuda and not setup.device.is_modelled),
         pause=setup.tuning.pause,
     )
 

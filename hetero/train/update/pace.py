@@ -13,9 +13,15 @@ class _Row(NamedTuple):
 
 
 class UpdatePace:
-    """Measures the updates of a step that HOST makes; threads may note them at once."""
+    """Measures the updates of a step that HOST makes; threads may note them at once.
 
-    def __init__(self) -> None:
+    Args:
+        warms: whether the first step is slower than those that follow: pages of states are touched
+            for the first time. So is the first one in which some pass: a kernel is compiled.
+    """
+
+    def __init__(self, *, warms: bool = False) -> None:
+        self._warm = set[bool]() if warms else {False, True}  # kinds of steps that are
         self.seconds_per_numel: float | None = None
         """Of the last step in which none passed through HBM; None before there was one."""
         self.passing: float | None = None
@@ -37,8 +43,10 @@ class UpdatePace:
             until = max(until, row.ended)
         if not jobs:
             return
-        pace = busy / sum(row.numel for row in jobs)
-        if any(row.passes for row in jobs):
+        pace, passes = busy / sum(row.numel for row in jobs), any(row.passes for row in jobs)
+        if passes not in self._warm:
+            self._warm.add(passes)
+        elif passes:
             self.passing = pace
         else:
             self.seconds_per_numel = pace

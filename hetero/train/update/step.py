@@ -54,6 +54,7 @@ class Stepper:
         *,
         log: EventLog,
         scaler: LossScaler | None,
+        pace: UpdatePace,
         pause: Slice | None = None,
     ) -> None:
         self._log = log
@@ -65,7 +66,7 @@ class Stepper:
         self._worker = worker
         self._pause = pause
         self._jobs: list[Job] = []
-        self.pace = UpdatePace()
+        self.pace = pace
         self.early: dict[int, Early] = {}  # by bucket: updates of the step that is not made yet
         self._settings: dict[int, Settings] | None = None  # of groups, at the first of them
         self._failed: BaseException | None = None
