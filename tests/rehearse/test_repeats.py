@@ -147,8 +147,7 @@ def test_slices_of_any_size_under_any_policy(
         {"hbm": 2_000_000},
         {},  # all of it stays
         {"hbm": 700_000, "updates": "backward"},
-        {"hbm": 700_000, "frozen": "nf4", "lora_rank": 4},
-        {"hbm": 700_000, "frozen": "int8", "lora_rank": 4, "activations": "offload"},
+        {"hbm": 700_000, "frozen": "nf4", "lora_rank": 4, "fused_loss": False},
         {"hbm": 1_000_000, "precision": "fp32"},
         {"hbm": 700_000, "tile": 8},
         {"hbm": 700_000, "pinned": 200_000},
@@ -175,7 +174,7 @@ def test_gradients_that_land_while_slices_are_played(played: list[int]) -> None:
 
 def test_with_homes_on_disk(played: list[int], tmp_path: Path) -> None:
     found = assert_the_same(
-        lambda: llama(hbm=500_000, host=1_500_000, nvme=tmp_path, micro_batch=1)
+        lambda: llama(hbm=500_000, host=2_500_000, nvme=tmp_path, micro_batch=1)
     )
     assert "write" in dict(found.steps[-1].lane_bytes)
     assert played
