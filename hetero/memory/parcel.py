@@ -1,9 +1,9 @@
 """Parcels: flushed activations, in chunks on HOST, beyond its budget on NVME (floor 1, mechanism).
 
 The storages of a parcel lie one after the other in an index space of bytes, cut into chunks of one
-size, so that free ones serve any parcel. That size follows from the first parcel: a copy a chunk
-costs a launch, and each parcel leaves some of its last chunk unused. Landed bytes never change, and
-may be fetched repeatedly.
+size, so that free ones serve any parcel. That size follows from the first parcel, and then from the
+mean of a step's: a copy a chunk costs a launch, and each parcel leaves some of its last chunk
+unused. Landed bytes never change, and may be fetched repeatedly.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ from hetero.memory.transfers import Landing, Transfers
 from hetero.types import Kind, Lane, Tier, format_bytes
 
 ALIGN_BYTES = 64  # where a storage begins in its parcel
-CHUNKS = 16  # that the first parcel is cut into, about: it leaves 1/16 of them unused at most
+CHUNKS = 16  # that a parcel is cut into on average: all leave 1/16 of them unused at most
+UNLIKE = 2  # times what it should be: another size is worth new memory
+SIZES = 4  # that are tried: inputs may be long and short in turn
 MOST_BYTES = 16 * 2**20  # of a chunk: past the knee of every link measured
 WHAT = "activations"
 ELEMENT_BYTES = 4  # of an extent's elements
@@ -99,6 +101,14 @@ class Parcel:
     chunks: list[ParcelChunk] = field(default_factory=list)
 
 
+@dataclass(slots=True)
+class Flushed:
+    """Parcels since none was in use."""
+
+    n_parcels: int = 0
+    n_bytes: int = 0
+
+
 class ParcelStore:
     """Flushes storages of the device to chunks and fetches them again.
 
@@ -127,7 +137,10 @@ class ParcelStore:
         """The link of these bytes; it counts them alone."""
         self._ledger = ledger
         self._chunk_bytes = align_up(least_bytes) if pool.spills else least_bytes
-        self._is_sized = False
+        self._least_bytes = self._chunk_bytes
+        self._n_sizes = 0
+        self._flushed = Flushed()
+        self._n_live = 0  # chunks of parcels that are not discarded
         self._pool = pool
         self._ram = ram
         self._reserved = reserved
@@ -148,12 +161,11 @@ class ParcelStore:
         self.transfers.finish()
         parcel = Parcel(tuple(source.numel() for source in sources))
         end = sum(aligned(n) for n in parcel.sizes_bytes)
-        if not self._is_sized:
-            self._chunk_bytes = self._size_for(end)
-            self._is_sized = True
+        self._resize(end)
         try:
             for _ in range(-(-end // self._chunk_bytes)):
                 parcel.chunks.append(self._take())
+                self._n_live += 1
             after = (self._device.mark(),)
             numbered = dict(enumerate(sources))
             for number, pieces in self._by_chunk(parcel):
@@ -205,6 +217,7 @@ class ParcelStore:
                 self.transfers.finish()
                 chunk.discard(self._pool)
                 self._free.insert(0, chunk)
+        self._n_live -= len(parcel.chunks)
         parcel.chunks = []
 
     def shrink(self) -> None:
@@ -276,13 +289,29 @@ class ParcelStore:
     def _landing(self, ticket: Ticket) -> Landing:
         return Landing(self.link, ticket, Kind.ACTIVATION)
 
+    def _resize(self, n_bytes: int) -> None:
+        """Choose the size of chunks anew, before a parcel of ``n_bytes``, if none are in use."""
+        seen = self._flushed
+        if not self._n_live:  # a step begins
+            mean = seen.n_bytes // seen.n_parcels if seen.n_parcels else n_bytes
+            size, now = self._size_for(mean), self._chunk_bytes
+            is_like = self._n_sizes > 0 and max(size, now) <= UNLIKE * min(size, now)
+            stay = all(chunk.stays for chunk in self._free)  # extents on disk are for good
+            if stay and not is_like and self._n_sizes < SIZES:
+                self.shrink()
+                self._chunk_bytes = size
+                self._n_sizes += 1
+            seen = self._flushed = Flushed()
+        seen.n_parcels += 1
+        seen.n_bytes += n_bytes
+
     def _size_for(self, n_bytes: int) -> int:
         """Return the bytes of a chunk if parcels are like one of ``n_bytes``."""
         align, most = ALIGN_BYTES, MOST_BYTES
         if self._pool.spills:  # which holds several extents, and a chunk whole
             align, most = ALIGN, min(most, ELEMENT_BYTES * self._pool.extent_numel)
         size = min(n_bytes // CHUNKS, most) // align * align
-        return max(size, self._chunk_bytes)
+        return max(size, self._least_bytes)
 
     def _release(self, chunk: ParcelChunk) -> None:
         for ticket in chunk.idle:

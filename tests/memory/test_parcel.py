@@ -11,7 +11,7 @@ from hetero.device import SimDevice, Ticket
 from hetero.events import EventLog
 from hetero.memory.ledger import Ledger
 from hetero.memory.link import Link
-from hetero.memory.parcel import CHUNKS, MOST_BYTES, Parcel, ParcelStore
+from hetero.memory.parcel import CHUNKS, MOST_BYTES, SIZES, Parcel, ParcelStore
 from hetero.memory.pool import NoPool
 from hetero.types import Kind, Lane, Tier
 
@@ -79,3 +79,31 @@ def test_chunks_are_no_smaller_than_those_of_parameters() -> None:
 def test_chunks_end_where_a_larger_one_makes_no_link_faster() -> None:
     n_bytes = 32 * MOST_BYTES
     assert World(least_bytes=2**18).flush(n_bytes) == (32, n_bytes)
+
+
+@pytest.mark.parametrize("first", [1000, 64 * 2**20])
+def test_chunks_follow_the_parcels_of_a_whole_step(first: int) -> None:
+    """A first unit may save next to nothing (a stem), or most of all (of a large image)."""
+    sizes, world = [first, *[2**20] * 40], World(least_bytes=64)
+    for _ in range(2):
+        done = [world.flush(n_bytes) for n_bytes in sizes]
+        taken = world.ledger.used(Tier.HOST, Kind.ACTIVATION)
+        for parcel in world.parcels:
+            world.store.discard(parcel)
+        world.parcels.clear()
+
+    assert sum(n_copies for n_copies, _ in done) <= (CHUNKS + 1) * len(sizes)
+    assert taken <= sum(sizes) * (CHUNKS + 1) / CHUNKS
+    for n_bytes in sizes:  # and stay
+        world.flush(n_bytes)
+    assert world.ledger.used(Tier.HOST, Kind.ACTIVATION) == taken
+
+
+def test_long_and_short_steps_in_turn_do_not_move_chunks_for_ever() -> None:
+    world, taken = World(least_bytes=64), []
+    for step in range(20):
+        world.flush([2**20, 2**14][step % 2])
+        taken.append(world.ledger.used(Tier.HOST, Kind.ACTIVATION))
+        world.store.discard(world.parcels.pop())
+
+    assert len(set(taken[SIZES:])) == 1
