@@ -31,7 +31,7 @@ from hetero.train.access.entries import ProgramEntries
 from hetero.train.activations.meter import tensors_in
 from hetero.train.engine.engine import Engine
 from hetero.train.model.binding import without_faults
-from hetero.train.model.looking import LookingMode
+from hetero.train.model.looking import LookingMode, bitwise
 
 LONGEST = 16  # outermost calls of a sample, where neither a backward nor a step ends it
 Call = Callable[..., Any]
@@ -77,7 +77,8 @@ class AllocationMode(LookingMode):
     ) -> Any:
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented  # a wrapper is unwrapped first: its parts are the live storages
-        found = self.carried_out(func, args, kwargs)
+        make = bitwise(func)
+        found = make(*args, **kwargs) if kwargs else make(*args)
         if self.is_on and not getattr(func, "is_view", False):
             try:
                 with without_faults():  # else this would fetch an unbound parameter

@@ -24,7 +24,7 @@ from hetero.events import EventLog, What
 from hetero.internals import is_traceable_wrapper_subclass
 from hetero.report.lines import ProgramLines
 from hetero.train.activations.meter import tensors_in
-from hetero.train.model.looking import LookingMode
+from hetero.train.model.looking import LookingMode, bitwise
 from hetero.types import Kind, Tier
 
 OTHER = "other"
@@ -109,7 +109,8 @@ class Storages(LookingMode):
             return NotImplemented  # a wrapper is unwrapped first: its parts are the live storages
         grows_graph = self._making is OTHER and torch.is_grad_enabled()
         derived = self._touch((*args, *kwargs.values()) if kwargs else args)
-        found = self.carried_out(func, args, kwargs)
+        make = bitwise(func)
+        found = make(*args, **kwargs) if kwargs else make(*args)
         made = Kind.ACTIVATION if grows_graph and derived else self._making
         for tensor in tensors_in(found):
             storage = tensor.untyped_storage()

@@ -18,7 +18,7 @@ from torch import nn
 
 from hetero.internals import current_mode
 from hetero.train.activations.meter import tensors_in
-from hetero.train.model.looking import LookingMode
+from hetero.train.model.looking import LookingMode, bitwise
 from hetero.watch.owners import Owned, storage_of
 from hetero.watch.picture import OUTSIDE, HeldStorage, MemoryUse, Picture, picture
 from hetero.watch.stacks import Stacks
@@ -95,7 +95,8 @@ class Sample(LookingMode):
             return NotImplemented  # a wrapper is unwrapped first: its parts are the live storages
         if self.is_on:
             self._quietly(self._read, (*args, *kwargs.values()) if kwargs else args)
-        found = self.carried_out(func, args, kwargs)
+        make = bitwise(func)
+        found = make(*args, **kwargs) if kwargs else make(*args)
         if self.is_on:
             self._quietly(self._note, found, func)
         return found

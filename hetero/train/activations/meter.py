@@ -17,7 +17,7 @@ from hetero.internals import RUN_BACKWARD, Replacement, current_mode, tree_iter
 from hetero.train.activations.allocator import MARGIN, AllocatorMeter
 from hetero.train.activations.held import GraphFootprint
 from hetero.train.model.binding import without_faults
-from hetero.train.model.looking import OnlyLooks, nodes_of, unseen_products
+from hetero.train.model.looking import OnlyLooks, bitwise, nodes_of, unseen_products
 from hetero.types import noop
 
 MADE_BY = "hetero_meter"  # in the metadata of graph nodes
@@ -168,7 +168,8 @@ class LiveBytes(OnlyLooks):
     ) -> Any:
         if self._wrappers and any(issubclass(kind, self._wrappers) for kind in types):
             return NotImplemented  # those that it makes inside are seen
-        found = self.carried_out(func, args, kwargs)
+        make = bitwise(func)
+        found = make(*args, **kwargs) if kwargs else make(*args)
         if not func.is_view:
             self.note(found, (*args, *kwargs.values()) if kwargs else args)
         return found

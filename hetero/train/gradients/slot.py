@@ -21,13 +21,12 @@ from hetero.train.gradients.early_reads import EarlyReads
 from hetero.train.gradients.homes import GradHomes
 from hetero.train.gradients.ring import GradRing
 from hetero.train.model.lazy import Lazy
-from hetero.train.model.looking import OnlyLooks
 
 _aten = torch.ops.aten
 _NORM, _ADD, _MUL = _aten.linalg_vector_norm.default, _aten.add_.Tensor, _aten.mul_.Tensor
 _NORMS = _aten._foreach_norm.Scalar
 _FACTORS = (_aten._foreach_mul_.Scalar, _aten._foreach_mul_.Tensor)
-_DISPATCHERS = (__name__, *DISPATCHERS, OnlyLooks.__module__)  # a mode's own frames
+_DISPATCHERS = (__name__, *DISPATCHERS, "hetero.train.activations.meter")  # a mode's own frames
 
 
 class GradState(Enum):

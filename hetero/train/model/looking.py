@@ -34,17 +34,22 @@ Call = Callable[..., Any]
 class OnlyLooks(DispatchMode):
     """A mode that leaves results as they are, those of backwards too."""
 
-    @staticmethod
-    def carried_out(func: Any, args: Any, kwargs: dict[str, Any] | None) -> Any:
-        """Return what an operation makes, with the bits that it has without the mode: autocast,
-        off in a mode, reaches those in C++ of which nn.Bilinear's is made."""
-        if func is TRILINEAR:
-            kind = args[0].device.type
-            with as_called():
-                casts = torch.is_autocast_enabled(kind)
-            with switching_autocast(kind, on=casts):
-                return func(*args)
-        return func(*args, **kwargs) if kwargs else func(*args)
+
+def bitwise(func: Any) -> Any:
+    """Return what a mode that only looks calls for an operation, so that it has the bits that it
+    has without the mode. It is called by `__torch_dispatch__` itself: frames between an operation
+    and its caller tell who calls."""
+    return _trilinear if func is TRILINEAR else func
+
+
+def _trilinear(*args: Any) -> torch.Tensor:
+    """Of nn.Bilinear; made in C++ of operations that autocast casts, which is off in a mode."""
+    kind = args[0].device.type
+    with as_called():
+        casts = torch.is_autocast_enabled(kind)
+    with switching_autocast(kind, on=casts):
+        found: torch.Tensor = TRILINEAR(*args)
+    return found
 
 
 class LookingMode(OnlyLooks):
