@@ -37,6 +37,7 @@ LLAMA = {
     "vocab_size": 96,
 }
 TOKENS = torch.zeros(BATCH, 16, dtype=torch.long)
+SLOW = pytest.mark.slow
 SMALL = {"profile": "rtx4090", "precision": "bf16", "host": 2**30, "fused_loss": True}
 
 
@@ -127,7 +128,10 @@ def of(model: nn.Module, tokens: torch.Tensor = TOKENS, **settings: Any) -> Scen
     )
 
 
-@pytest.mark.parametrize("activations", ["auto", "keep", "recompute", "offload"])
+@pytest.mark.parametrize(
+    "activations",
+    ["auto", *(pytest.param(each, marks=SLOW) for each in ("keep", "recompute", "offload"))],
+)
 @pytest.mark.parametrize("micro_batch", [1, 2, 3])
 def test_slices_of_any_size_under_any_policy(
     played: list[int], micro_batch: int, activations: str
@@ -143,16 +147,16 @@ def test_slices_of_any_size_under_any_policy(
 @pytest.mark.parametrize(
     "settings",
     [
-        {"hbm": 450_000},  # hardly a unit
-        {"hbm": 2_000_000},
+        pytest.param({"hbm": 450_000}, marks=SLOW),  # hardly a unit
+        pytest.param({"hbm": 2_000_000}, marks=SLOW),
         {},  # all of it stays
         {"hbm": 700_000, "updates": "backward"},
         {"hbm": 700_000, "frozen": "nf4", "lora_rank": 4, "fused_loss": False},
-        {"hbm": 1_000_000, "precision": "fp32"},
-        {"hbm": 700_000, "tile": 8},
-        {"hbm": 700_000, "pinned": 200_000},
+        pytest.param({"hbm": 1_000_000, "precision": "fp32"}, marks=SLOW),
+        pytest.param({"hbm": 700_000, "tile": 8}, marks=SLOW),
+        pytest.param({"hbm": 700_000, "pinned": 200_000}, marks=SLOW),
         {"device": "cpu:sim", "hbm": 700_000},
-        {"device": "cpu"},
+        pytest.param({"device": "cpu"}, marks=SLOW),
     ],
     ids=str,
 )
@@ -162,6 +166,7 @@ def test_other_settings(played: list[int], settings: dict[str, Any]) -> None:
     assert played
 
 
+@pytest.mark.slow
 def test_gradients_that_land_while_slices_are_played(played: list[int]) -> None:
     """Those of the head, of 128 MiB, are let go of when a pass through a slice ends."""
     wide = {**LLAMA, "hidden_size": 1024, "intermediate_size": 4096, "vocab_size": 65536}
@@ -180,8 +185,14 @@ def test_with_homes_on_disk(played: list[int], tmp_path: Path) -> None:
     assert played
 
 
-@pytest.mark.parametrize("name", ["tied", "untied", "reused", "frozen", "dropout", "attention"])
-@pytest.mark.parametrize("hbm", [60_000, None])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("tied", "dropout"),
+        *(pytest.param(each, marks=SLOW) for each in ("untied", "reused", "frozen", "attention")),
+    ],
+)
+@pytest.mark.parametrize("hbm", [60_000, pytest.param(None, marks=SLOW)])
 def test_other_models(played: list[int], name: str, hbm: int | None) -> None:
     case = BY_NAME[name]
     assert_the_same(lambda: of(case.build(), data_of(case), hbm=hbm, micro_batch=1))
