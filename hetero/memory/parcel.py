@@ -356,10 +356,11 @@ class ParcelStore:
         if self._counts_on and bounded and self._spare_ram() >= self._chunk_bytes:
             slab = self._device.slab(self._chunk_bytes)
             return ParcelChunk(slab, self._chunk_bytes, beyond=tier)
-        error = self._short(tier)
-        self._beyond[tier] -= 1
-        self._most_beyond.clear()
-        raise error
+        try:  # no name for the error: its traceback would hold it, and the sources, until gc runs
+            raise self._short(tier)
+        finally:
+            self._beyond[tier] -= 1
+            self._most_beyond.clear()
 
     def _short(self, tier: Tier) -> OutOfMemory:
         """Return the error for chunks beyond a tier's room."""

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterable
+from contextlib import suppress
 
 import pytest
 import torch
 
 from hetero.device import SimDevice, Ticket
+from hetero.errors import OutOfMemory
 from hetero.events import EventLog
 from hetero.memory.ledger import Ledger
 from hetero.memory.link import Link
@@ -31,11 +35,11 @@ class Counting(SimDevice):
 
 
 class World:
-    """A store of parcels on a device that counts, with all of the HOST that it wants."""
+    """A store of parcels on a device that counts, with as much of HOST as it may have."""
 
-    def __init__(self, least_bytes: int) -> None:
+    def __init__(self, least_bytes: int, host_bytes: int = 2**40) -> None:
         self.device = Counting()
-        self.ledger = Ledger({Tier.HOST: 2**40})
+        self.ledger = Ledger({Tier.HOST: host_bytes})
         self.store = ParcelStore(
             self.device,
             Link(self.device, EventLog()),
@@ -107,3 +111,19 @@ def test_long_and_short_steps_in_turn_do_not_move_chunks_for_ever() -> None:
         world.store.discard(world.parcels.pop())
 
     assert len(set(taken[SIZES:])) == 1
+
+
+def test_what_finds_no_room_is_let_go_of_at_once() -> None:
+    """Not when cycles are collected: until then it would stay on the device."""
+    world = World(least_bytes=64, host_bytes=2**20)
+    source = torch.zeros(2**21, dtype=torch.uint8)
+    gone = weakref.ref(source.untyped_storage())
+    gc.disable()
+    try:
+        with suppress(OutOfMemory):
+            world.store.flush([source])
+        del source
+        assert gone() is None
+    finally:
+        gc.enable()
+    assert world.ledger.used(Tier.HOST, Kind.ACTIVATION) == 2**20  # kept for a smaller one
