@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import random
+import weakref
+from contextlib import suppress
 from itertools import pairwise
 from typing import Any
 
@@ -429,9 +432,12 @@ class Random(Block):
         return super().forward(x + torch.rand(x.shape, generator=source))
 
 
-def in_little_ram(model: nn.Module, hbm: int, spare: int = 200_000) -> tuple[Any, Any]:
+def in_little_ram(
+    model: nn.Module, hbm: int, spare: int = 200_000, **settings: Any
+) -> tuple[Any, Any]:
     """Prepare a model where RAM has room for its states, and for what one block saves."""
-    return prepared(model, hbm=hbm, host=4 * sum(p.nbytes for p in model.parameters()) + spare)
+    host = 4 * sum(p.nbytes for p in model.parameters()) + spare
+    return prepared(model, hbm=hbm, host=host, **settings)
 
 
 @pytest.mark.parametrize("hbm", [700_000, 1_000_000, 1_500_000])
@@ -450,6 +456,30 @@ def test_auto_computes_again_what_neither_tier_can_hold(hbm: int) -> None:
     assert any(policy.recompute for policy in policies.values())
     assert found[3] == found[4] == found[5]
     assert status(model).tiers["HBM"]["peak"] <= hbm
+
+
+class Batch:
+    """What a step of the program holds, in a frame."""
+
+
+@pytest.mark.parametrize("activations", ["auto", "offload", "keep"])
+def test_an_error_that_was_handled_holds_nothing_of_the_program(activations: str) -> None:
+    """Not until cycles are collected: what a step holds would lack in the next try."""
+    model, optimizer = in_little_ram(deep(blocks=12), 250_000, 50_000, activations=activations)
+
+    def attempt(number: int) -> weakref.ref[Batch]:
+        batch = Batch()
+        with suppress(BudgetError):
+            step(model, optimizer, number, 128)
+            pytest.fail("it found room")
+        return weakref.ref(batch)
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert [attempt(number)() for number in range(3)] == [None] * 3
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("hbm", [1_300_000, 1_900_000])

@@ -125,7 +125,10 @@ class Engine:
         error = self.setup.offload.store.refusal()
         if error is not None:
             self.residence.spoil()
-            raise error
+            try:
+                raise error
+            finally:
+                del error  # its traceback holds this frame, and the program's, with its tensors
 
     def _clip(self) -> None:
         most = self.setup.config.max_grad_norm

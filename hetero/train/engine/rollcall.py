@@ -57,7 +57,10 @@ def agreed_division(
         advice = "change gradients and settings in the same way on every rank"
         compare(comm, facts, "what the step depends on", advice=advice)
     if error is not None:
-        raise error
+        try:
+            raise error
+        finally:
+            del error  # its traceback holds this frame, and the program's, with its tensors
     for rank, row in enumerate(told):
         if row.refusal is not None:
             message, advice, needed = row.refusal
