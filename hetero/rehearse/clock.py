@@ -109,8 +109,8 @@ class OpClock(DispatchMode):
         overlap = profile.overlap
         slows = [(Lane.H2D, overlap.gemm_under_h2d), (Lane.D2H, overlap.gemm_under_d2h)]
         if not self._is_cuda:  # processors share their time with the threads of the updater
-            behind = Lane.UPDATE, Lane.READ, Lane.WRITE
-            slows += [(lane, overlap.gemm_under_update) for lane in behind]
+            threads = Lane.UPDATE, Lane.READ, Lane.WRITE
+            slows += [(lane, overlap.gemm_under_update) for lane in threads]
         self._slows = [(lane, figure.value) for lane, figure in slows if figure is not None]
 
     @classmethod

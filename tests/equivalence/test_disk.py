@@ -572,7 +572,9 @@ class Nearly(IO):
     def call(self, op: str, act: Callable[..., T], *args: Any, where: str, offset: int = 0) -> T:
         found = super().call(op, act, *args, where=where, offset=offset)
         if act is os.fstatvfs:
-            found = os.statvfs_result((1, 1, *found[2:4], self.n_bytes, *found[5:]))  # type: ignore
+            fields: Any = list(found)
+            fields[:2], fields[4] = (1, 1), self.n_bytes  # blocks of a byte
+            found = os.statvfs_result(fields)
         return found
 
 
