@@ -13,7 +13,7 @@ import torch
 
 from hetero.device import Device
 from hetero.functional.head import has_memory
-from hetero.internals import RUN_BACKWARD, Replacement, current_mode, tree_iter
+from hetero.internals import RUN_BACKWARD, Replacement, current_mode, modes_on, tree_iter
 from hetero.train.activations.allocator import MARGIN, AllocatorMeter
 from hetero.train.activations.held import GraphFootprint
 from hetero.train.model.binding import without_faults
@@ -264,10 +264,6 @@ class TracedMeter(Uninterrupted):
         with self._mode:
             yield
 
-    def missed(self, gradients: Any) -> None:
-        """A node of backward made these while the mode was off."""
-        self._mode.note(gradients, ())
-
     def unit_done(self) -> None:
         self._mode.recent = self._mode.counted()
 
@@ -335,14 +331,20 @@ def _for_passes(run: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(run)
     def watched(roots: Any, *args: Any, **kwargs: Any) -> Any:
         with ExitStack() as stack:
-            meters = meters_of(roots)
-            for meter in meters:
+            for meter in meters_of(roots):
                 stack.enter_context(meter.watching())
-            if meters:
-                stack.enter_context(unseen_products(roots, meters[-1].missed))
+            # in a pass that another one runs (a reentrant checkpoint), its modes are on
+            stack.enter_context(unseen_products(roots, _missed))
             return run(roots, *args, **kwargs)
 
     return watched
+
+
+def _missed(gradients: Any) -> None:
+    """A node of backward made these while modes were off."""
+    for mode in modes_on():
+        if isinstance(mode, LiveBytes):
+            mode.note(gradients, ())
 
 
 def meters_of(roots: Sequence[Any]) -> list[TracedMeter]:
