@@ -32,7 +32,7 @@ PIECE = 2**14
 def small(emulator: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Digests take as little, next to these activations, as they do next to real ones."""
     monkeypatch.setattr(proof, "PIECE", PIECE)
-    monkeypatch.setattr(foresight, "DIGEST_BYTES", 3 * 8 * PIECE)
+    monkeypatch.setattr(foresight, "DIGEST_BYTES", 2 * 8 * PIECE)
 
 
 def tokens(number: int, samples: int) -> Tensor:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from hetero.train.activations import proof
 from hetero.train.activations.proof import PATIENCE, Digests, Proof
 
 
@@ -49,6 +50,35 @@ def test_other_bits_are_a_difference(other: torch.Tensor) -> None:
 
 def test_a_zero_and_a_negative_zero_are_other_bits() -> None:
     assert digests(torch.zeros(2)).difference(digests(-torch.zeros(2))) != ""
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64, torch.bool])
+@pytest.mark.parametrize("numel", [1, 7, 64, 1000])
+def test_a_device_sees_each_bit_and_each_pair_of_signs(
+    dtype: torch.dtype, numel: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(proof, "PIECE", 96)
+    x = torch.randn(numel, generator=torch.Generator().manual_seed(0)).to(dtype)
+    found = proof._sums(x)
+    raw = x.clone().view(torch.uint8)
+    top = dtype.itemsize - 1  # its highest byte
+    for at in range(0, raw.numel(), 37):
+        for mask in (1, 16, 128):
+            raw[at] ^= mask
+            assert not torch.equal(proof._sums(raw.view(dtype)), found)
+            raw[at] ^= mask
+    for other in range(1, numel, 13):
+        pair = [top, other * dtype.itemsize + top]
+        raw[pair] ^= 128
+        assert not torch.equal(proof._sums(raw.view(dtype)), found)
+        raw[pair] ^= 128
+    assert torch.equal(proof._sums(raw.view(dtype)), found)
+
+
+def test_where_a_tensor_begins_in_its_memory_is_no_difference() -> None:
+    x = torch.arange(100, dtype=torch.int16)
+
+    assert torch.equal(proof._sums(x[1:99]), proof._sums(x[1:99].clone()))
 
 
 def test_more_or_fewer_tensors_are_a_difference() -> None:
