@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,9 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 
+import hetero
+from hetero.api import engine_of, prepare_tuned
+from hetero.config import Config
 from hetero.recipes.calibrate import CalibrateOptions, calibrate
 from hetero.train.engine.budget import CUDA_SHARE
+from hetero.train.engine.tuning import Tuning
 from hetero.types import Lane
+from tests.equivalence.harness import grads, paged, same, sgd
 from tests.gpu import alone, cases
 from tests.gpu.cases import Gpu
 from tests.recipes.test_calibrate import TINY
@@ -53,6 +59,39 @@ def test_a_refused_registration_leaves_no_error_to_the_next_kernel(gpu: Gpu) -> 
     slab = device.slab(1 << 20)
     assert device.lock(slab.block) is None
     assert torch.ones(8, device="cuda").add_(1).sum().item() == 16
+
+
+@pytest.mark.parametrize("activations", ["keep", "recompute", "offload"])
+def test_a_decoder_in_bf16_has_the_bits_of_plain_torch(gpu: Gpu, activations: str) -> None:
+    """As people train it: fused attention, products of the tensor cores, tied words."""
+    transformers = pytest.importorskip("transformers")
+    shape = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 6}
+    heads = {"num_attention_heads": 16, "num_key_value_heads": 4, "tie_word_embeddings": True}
+    config = transformers.LlamaConfig(**shape, **heads, vocab_size=16384)
+    torch.manual_seed(0)
+    plain = transformers.LlamaForCausalLM(config).to(gpu.place, torch.bfloat16).train()
+    model = copy.deepcopy(plain)
+    tokens = torch.randint(0, 16384, (2, 512), generator=torch.Generator().manual_seed(0))
+    tokens = tokens.to(gpu.place)
+    expected = plain(input_ids=tokens, labels=tokens).loss
+    expected.backward()
+    known = Config.load(
+        device=gpu.device(),
+        hbm=gpu.slack + (640 << 20),
+        precision="bf16",
+        activations=activations,
+        chunk_bytes=1 << 20,
+    )
+    with paged():
+        model, optimizer = prepare_tuned(model, sgd(model), known, Tuning(homes_on_hbm=False))
+    found = model(input_ids=tokens, labels=tokens).loss
+    found.backward()
+
+    assert torch.equal(expected, found)
+    theirs, ours = (cases.on_cpu(grads(m)) for m in (plain, model))
+    same(theirs, ours, f"gradients under {activations}")
+    assert engine_of(model).residence.name == "paged"
+    hetero.release(model, optimizer)
 
 
 def test_a_process_takes_nothing_of_devices_that_it_does_not_use() -> None:
