@@ -55,7 +55,7 @@ typedef unsigned int uint32_t;
 #define EXPORT __attribute__((visibility("default")))
 #endif
 
-enum { ABI = 2, BLOCK = 1024 };
+enum { ABI = 3, BLOCK = 1024 };
 enum layout { SPLIT = 0, WHOLE = 1 };
 enum grad_kind { BFLOAT16 = 0, FLOAT16 = 1, FLOAT32 = 2 };
 
@@ -411,6 +411,24 @@ LOOPS(rmsprop_momentum_centered)
 LOOPS(asgd)
 LOOPS(rprop)
 LOOPS(lion)
+
+/* Update what is left of a job, `size` elements at a time: threads that call this with the same
+ * `next`, which begins at 0, share it. */
+EXPORT void hetero_share(void (*rule)(const job *), const job *whole, int64_t size, int64_t *next) {
+    int64_t low_bytes = whole->layout == SPLIT ? sizeof(int16_t) : sizeof(float);
+    int64_t grad_bytes = whole->kind == FLOAT32 ? sizeof(float) : sizeof(uint16_t);
+    int64_t at;
+    while ((at = __atomic_fetch_add(next, size, __ATOMIC_RELAXED)) < whole->n) {
+        job part = *whole;
+        part.n = whole->n - at < size ? whole->n - at : size;
+        part.hi += at;
+        part.low = (char *)whole->low + at * low_bytes;
+        part.grad = (const char *)whole->grad + at * grad_bytes;
+        for (int i = 0; i < 3; i++)
+            if (part.states[i]) part.states[i] += at;
+        rule(&part);
+    }
+}
 
 /* What hetero/train/update/kernel.py compares before it calls anything above. */
 EXPORT int hetero_abi(void) { return ABI; }

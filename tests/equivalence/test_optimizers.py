@@ -23,7 +23,7 @@ from hetero.jobs import Worker
 from hetero.optim import LAMB, LARS, AdamW8bit, Lion
 from hetero.train.engine.tuning import Tuning
 from hetero.train.gradients import store as gradients
-from hetero.train.update import arithmetic, draft
+from hetero.train.update import arithmetic, draft, kernel
 from hetero.train.update.rules import ELEMENTWISE, WHOLE_TENSOR
 from tests.campaigns import optimizers
 from tests.equivalence.harness import grads, same, values
@@ -591,8 +591,8 @@ def test_bf16_bits_do_not_depend_on_any_placement(
 
 def check_placements(case: Case, names: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     expected, state, _ = outcome(case, device="cpu", hbm=None)
-    for name in ("KERNEL_NUMEL", "MOST_KERNEL_NUMEL"):
-        monkeypatch.setattr(arithmetic, name, 1)  # the kernel is cut at every chunk border
+    monkeypatch.setattr(arithmetic, "KERNEL_NUMEL", 1)  # a slice ends at every chunk border
+    monkeypatch.setattr(kernel, "SHARED_NUMEL", 7)
     for name in names:
         found, states, evictions = outcome(case, **PLACEMENTS[name]())
         same(expected, found, name)

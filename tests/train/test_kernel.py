@@ -8,8 +8,10 @@ from __future__ import annotations
 import itertools
 import math
 import shutil
+import threading
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +23,7 @@ import hetero
 from hetero.errors import StateError
 from hetero.optim import Lion
 from hetero.train.update import kernel
-from hetero.train.update.arithmetic import (
-    KERNEL_NUMEL,
-    MOST_KERNEL_NUMEL,
-    MOST_RULE_NUMEL,
-    RULE_NUMEL,
-    kernel_numel,
-    rule_numel,
-)
+from hetero.train.update.arithmetic import MOST_RULE_NUMEL, RULE_NUMEL, rule_numel
 from hetero.train.update.kernel import join, split_
 from tests.nvrtc import host
 from tests.train.test_formulas import CASES, STEPS, cases, rule
@@ -388,12 +383,40 @@ def test_the_kernel_rounds_every_fp16_as_torch_does(native: kernel.Native | None
         assert_same(fast, slow)
 
 
+@cases
+def test_threads_that_share_an_update_do_each_element_once(
+    kind: type[torch.optim.Optimizer], flags: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = library()
+    assert found is not None
+    monkeypatch.setattr(kernel, "SHARED_NUMEL", 61)
+    formula, group = rule(kind, flags)
+    n = 4001
+    generator = torch.Generator().manual_seed(0)
+    value = torch.randn(n, generator=generator)
+    layouts = (torch.bfloat16, torch.float16)
+    for layout, dtype, factors in itertools.product(layouts, GRADS, FACTORS):
+        grad = torch.randn(n, generator=generator).to(dtype)
+        numbers, _ = formula.coefficients(group, formula.scalars(group), True)
+        both = []
+        for shares in (False, True):
+            param, low = masters(value, layout)
+            states = [torch.full_like(value, fill) for fill in formula.arrays(group).values()]
+            run = kernel.Operands(param, low, grad, states, factors)
+            if shares:
+                update = kernel.SharedUpdate(found, partial(tuple, (numbers, run)))
+                threads = [threading.Thread(target=update) for _ in range(4)]
+                for thread in threads:
+                    thread.start()
+                for thread in threads:
+                    thread.join()
+            else:
+                found.update(numbers, run)
+            both.append([param, low, *states])
+        assert_same(*both, where=(layout, dtype, factors))
+
+
 def test_slices_are_longer_where_more_threads_need_the_interpreter() -> None:
     """Each holds it for a while, and so does the thread that launches the next forward."""
-    layer = 218_112_000
-    assert kernel_numel(layer, 15) == MOST_KERNEL_NUMEL
-    assert kernel_numel(7 * 2**20, 15) == KERNEL_NUMEL  # several threads share a small unit
-    assert KERNEL_NUMEL < kernel_numel(20 * 2**20, 1) < MOST_KERNEL_NUMEL
-
     assert rule_numel(1) == rule_numel(7) == RULE_NUMEL
     assert RULE_NUMEL < rule_numel(15) <= rule_numel(95) == MOST_RULE_NUMEL

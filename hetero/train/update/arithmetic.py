@@ -33,19 +33,13 @@ from hetero.train.update.states import Elementwise, Ready, StateHomes, UpdatePie
 from hetero.types import Kind
 
 # Elements of a slice. Each slice holds the interpreter, for which the thread that launches the next
-# forward waits too: the kernel's for 13 us, a rule's of torch for some 45 us, in pieces.
+# forward waits too: for 50 us and more, in pieces. Threads share one slice of the kernel's.
 RULE_NUMEL = 2**18  # temporaries stay in the cache: 1.9 ns an element, 2.2 ns at 2**20 (measured)
 RULE_THREADS = 4  # so many leave the interpreter to others; for more, a slice is longer
 MOST_RULE_NUMEL = 2**20
-KERNEL_NUMEL = 2**20
-MOST_KERNEL_NUMEL = 2**22  # 10 ms of one thread among 15
-SLICES = 3  # for each thread of a bucket, so that all are done at about one time
+KERNEL_NUMEL = 2**20  # where slices may wait for the disk
 PARAM = Kind.PARAM.value
-
-
-def kernel_numel(whole: int, n_threads: int) -> int:
-    """Return the elements of the kernel's slices of a run, on ``n_threads`` and the launcher."""
-    return min(max(whole // (SLICES * (1 + n_threads)), KERNEL_NUMEL), MOST_KERNEL_NUMEL)
+SharedWork = Callable[[slice], tuple[Coefficients, kernel.Operands]]
 
 
 def rule_numel(n_threads: int) -> int:
@@ -166,6 +160,15 @@ class Bench:
                 update.requests.append(request)
             update.slices.append(partial(self._hold, request, work, run))
 
+    def add_shared(
+        self, update: Update, work: SharedWork, library: kernel.Library, run: slice
+    ) -> None:
+        """Add a run, which all threads update together."""
+        kept = next(kept_runs([run], self.param(update.bucket).kept))
+        shared = kernel.SharedUpdate(library, partial(work, kept))
+        parts = -(-(kept.stop - kept.start) // kernel.SHARED_NUMEL)
+        update.slices += [shared] * max(1, min(parts, 1 + self.cores.n_threads))
+
     def at_once(self, bucket: Bucket, numel: int) -> int:
         """Return how many elements a call takes: without bytes only the calls cost time."""
         home = self.param(bucket)
@@ -188,6 +191,12 @@ class Bench:
         """Do a slice's work with its homes in memory: a disk fails before it begins."""
         with self.store.held(request):
             work(run)
+
+    def sharing(self, bucket: Bucket) -> kernel.Library | None:
+        """Return what threads share an update of masters with, where all its homes are in RAM."""
+        if self.native is None or self.stream_to is not None or self.store.pool.spills:
+            return None
+        return self.native.sharing(self.param(bucket).device)
 
     def in_one_pass(self, bucket: Bucket) -> bool:
         """Whether updates of masters need none of torch's threads."""
@@ -251,12 +260,13 @@ def draft_formula(
         factors = piece.first.factors
         grad = bench.grads.of(update.bucket)
         work = FormulaPass(bench, formula, numbers, update.bucket, grad, homes, fresh, factors)
-        numel = formula_numel(grad.device, piece.numel, bench.cores.n_threads)
         begins = add_portable(update, piece, work)
-        if begins is None:
-            bench.add(update, piece, homes, work, numel)
-        elif begins > piece.run.start:
-            bench.add(update, piece, homes, work, numel, slice(piece.run.start, begins))
+        run = piece.run if begins is None else slice(piece.run.start, begins)
+        library = None if fresh else bench.sharing(update.bucket)
+        if library is not None and run.start < run.stop:
+            bench.add_shared(update, work.shared, library, run)
+        elif begins is None or run.start < run.stop:
+            bench.add(update, piece, homes, work, formula_numel(grad.device), run)
 
 
 def add_portable(update: Update, piece: UpdatePiece, work: FormulaPass) -> int | None:
@@ -280,9 +290,9 @@ def add_portable(update: Update, piece: UpdatePiece, work: FormulaPass) -> int |
     return first
 
 
-def formula_numel(place: torch.device, whole: int, n_threads: int) -> int | None:
+def formula_numel(place: torch.device) -> int | None:
     """Return the elements of a slice; None: a device takes a run of any length in one launch."""
-    return kernel_numel(whole, n_threads) if place.type in ("cpu", "meta") else None
+    return KERNEL_NUMEL if place.type in ("cpu", "meta") else None
 
 
 def _begin(
@@ -323,6 +333,11 @@ class FormulaPass:
             *homes, grad = [each.part for each in self.operands(run)]
             with bench.streamed(homes, grad) as (there, its_grad):
                 self._update([*there, its_grad])
+
+    def shared(self, run: slice) -> tuple[Coefficients, kernel.Operands]:
+        """Return the numbers and tensors of a run that threads update together."""
+        param, low, *states, grad = [each.part for each in self.operands(run)]
+        return self.numbers, kernel.Operands(param, low, grad, states, self.factors)
 
     def carried(self, run: slice) -> None:
         """Update a slice on the device, as `Passage.carry`."""

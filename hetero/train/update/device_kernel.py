@@ -77,6 +77,9 @@ class DeviceLibrary:
     def takes(self, place: torch.device) -> bool:
         return place.type == self._kind
 
+    def sharing(self, place: torch.device) -> Library | None:
+        return None  # a launch takes a run of any length
+
     def update(self, c: Coefficients, run: Operands) -> None:
         param = run.param
         kind = KernelKind(c.rule, param.dtype, run.grad.dtype, len(run.states))
@@ -132,6 +135,9 @@ class Natives:
 
     def takes(self, place: torch.device) -> bool:
         return any(each.takes(place) for each in self._passes)
+
+    def sharing(self, place: torch.device) -> Library | None:
+        return next(filter(None, (each.sharing(place) for each in self._passes)), None)
 
     def update(self, c: Coefficients, run: Operands) -> None:
         one = next(each for each in self._passes if each.takes(run.param.device))

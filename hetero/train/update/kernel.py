@@ -15,9 +15,10 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -26,11 +27,12 @@ from hetero.device import NoKernel
 from hetero.errors import StateError
 from hetero.train.update.formulas import Coefficients, Formula, Ops, States
 
-ABI = 2  # of csrc/update.c
+ABI = 3  # of csrc/update.c
 LIBRARY = Path(__file__).resolve().parents[2] / "_update.so"  # hatch_build.py puts it there
 # Some 25 torch calls work on a block: 2**15 elements, which stay in L2, took 2.4 times as long as
 # 2**18, which stay in L3 but hide what a call costs.
 CPU_BLOCK_NUMEL = 2**18
+SHARED_NUMEL = 2**18  # of a shared update, for a thread at a time: 1 ms, so that all end together
 CUDA_BLOCK_NUMEL = 2**22
 _LAYOUTS = {(torch.bfloat16, torch.int16): 0, (torch.float16, torch.float32): 1}
 _GRADS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
@@ -54,6 +56,9 @@ class Native(Protocol):
 
     def update(self, c: Coefficients, run: Operands) -> None:
         """As `update`, on tensors that it has checked; NoKernel if this does nothing."""
+
+    def sharing(self, place: torch.device) -> Library | None:
+        """Return what threads can share an update of tensors there with; None if they cannot."""
 
 
 class RunArgument(ctypes.Structure):
@@ -116,11 +121,47 @@ class Library:
     def takes(self, place: torch.device) -> bool:
         return place.type == "cpu"
 
+    def sharing(self, place: torch.device) -> Library | None:
+        return self if self.takes(place) else None
+
     def update(self, c: Coefficients, run: Operands) -> None:
         job = run_argument(c, run)
+        self._rule(c)(ctypes.byref(job))
+
+    def share(self, c: Coefficients, job: RunArgument, left: ctypes.c_int64) -> None:
+        """Update what is ``left`` of a run, from 0 on: threads that call this at once share it."""
+        size = ctypes.c_int64(SHARED_NUMEL)
+        self._dll.hetero_share(self._rule(c), ctypes.byref(job), size, ctypes.byref(left))
+
+    def _rule(self, c: Coefficients) -> Any:
         function = getattr(self._dll, f"hetero_{c.rule}")
         function.restype = None
-        function(ctypes.byref(job))
+        return function
+
+
+class SharedUpdate:
+    """An update that any number of threads do together: each calls this once, and takes runs until
+    none is left. They hold the interpreter for a call, not for a run: the thread that launches the
+    next forward waits for it each time.
+
+    Args:
+        make: returns the numbers and tensors; called by the first thread.
+    """
+
+    def __init__(self, library: Library, make: Callable[[], tuple[Coefficients, Operands]]) -> None:
+        self._library = library
+        self._make = make
+        self._made: tuple[Coefficients, RunArgument] | None = None
+        self._left = ctypes.c_int64(0)
+        self._making = threading.Lock()
+
+    def __call__(self) -> None:
+        with self._making:
+            if self._made is None:
+                numbers, run = self._make()
+                _check(run)
+                self._made = numbers, run_argument(numbers, run)
+        self._library.share(*self._made, self._left)
 
 
 @functools.cache
