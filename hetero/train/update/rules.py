@@ -108,10 +108,21 @@ class Rule:
         """Step ``params`` by their ``grad`` as one group; return the states afterwards."""
         worker = make_worker(self._pattern)
         worker.param_groups = [{**group, "params": list(params)}]
-        worker.state = defaultdict(dict, {p: s for p, s in zip(params, states, strict=True) if s})
+        both = zip(params, states, strict=True)
+        known = {p: found for p, s in both if (found := s or self._born(p))}
+        worker.state = defaultdict(dict, known)
         with torch.device("cpu"):  # the default device is the user's, and each thread's own
             self._step(worker)
         return [dict(worker.state[p]) for p in params]
+
+    def _born(self, param: torch.Tensor) -> State:
+        """Return the state that a rule gives a parameter before any step: Adagrad of torch 2.11
+        does; in 2.13 its step makes it, as others do."""
+        if self.known is not O.Adagrad:
+            return {}
+        first = self._pattern.defaults["initial_accumulator_value"]
+        with torch.device("cpu"):
+            return dict(O.Adagrad([param], initial_accumulator_value=first).state[param])
 
     def step_in_place(self, groups: list[Group], states: defaultdict[torch.Tensor, State]) -> None:
         """Step the parameters of ``groups`` themselves."""
@@ -132,7 +143,8 @@ class Rule:
         for probe in probes if not stepped else ():
             probe.grad = None
         after = {**frozen(group), "params": probes}
-        worker.param_groups, worker.state = [after], defaultdict(dict)
+        worker.param_groups = [after]
+        worker.state = defaultdict(dict, {p: born for p in probes if (born := self._born(p))})
         with torch.no_grad(), torch.device("cpu"):
             self._step(worker)
         return {key: value for key, value in after.items() if key != "params"}
