@@ -47,8 +47,10 @@ class LockedMemory:
         # torch's page-locked allocator rounds up to powers of two; mapping and registering do not
         slab = map_slab(n_bytes)
         mapping = slab.mapping
-        first = slab.block.data_ptr()
-        if mapping is not None and self._register(first, first + slab.block.numel()):
+        first, size = slab.block.data_ptr(), slab.block.numel()
+        if mapping is not None and self._has_room(size):
+            slab.block.zero_()  # threads touch its pages: CUDA, which would, has one for it
+        if mapping is not None and self._register(first, first + size):
             advise(mapping, "MADV_DONTFORK")  # see [Note: forks]
             slab.unlock = partial(self._unlock, first, mapping)
         return slab

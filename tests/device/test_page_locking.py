@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import mmap
+import os
 import re
 import warnings
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -32,6 +35,15 @@ def flags_of(slab: Slab) -> set[str]:
     return flags
 
 
+def pages_in_ram(slab: Slab) -> int:
+    """Return how many whole pages of a slab are in RAM."""
+    size = mmap.PAGESIZE
+    first = -(-slab.block.data_ptr() // size)
+    with open("/proc/self/pagemap", "rb", buffering=0) as file:
+        rows = os.pread(file.fileno(), 8 * (slab.n_bytes // size - 1), 8 * first)
+    return int((np.frombuffer(rows, dtype=np.uint64) >> np.uint64(63)).sum())
+
+
 def test_a_refusal_leaves_the_slab_pageable_and_tells_once(emulator: None) -> None:
     device = fake.device()
     room = fake.pinned_bytes() + MIB
@@ -54,6 +66,15 @@ def test_page_locked_memory_stays_out_of_forks_until_it_is_released(emulator: No
     assert "dc" in flags_of(slab)  # not copied
     release_slab(slab)
     assert not slab.registered and "dc" not in flags_of(slab)
+
+
+def test_threads_touch_pages_before_cuda_locks_them(emulator: None) -> None:
+    device = fake.device()
+    assert pages_in_ram(device.slab(MIB)) == MIB // mmap.PAGESIZE - 1
+    with fake.limit(pinned=fake.pinned_bytes()), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        device.slab(MIB)  # is refused, and tells where the wall is
+        assert not pages_in_ram(device.slab(MIB))  # that costs RAM when it is used
 
 
 def test_a_slab_that_goes_waits_for_the_copies_that_use_it(watched: None) -> None:
