@@ -137,6 +137,10 @@ class HomeStore:
         made = slab, bucket, dtype, codec, self._comm, self._sharing
         return DiskShareHome(*made, pool=self.pool, extents=extents)
 
+    def is_on_device(self, bucket_id: int) -> bool:
+        """Whether a bucket's homes are where a device computes that is no processor."""
+        return self._device.is_cuda and self.places.tier(Kind.PARAM, bucket_id) is Tier.HBM
+
     def of_bucket(self, bucket_id: int) -> Iterator[tuple[str, Home]]:
         """Yield the homes of one bucket with their names."""
         for name in self._names:

@@ -651,3 +651,18 @@ def test_the_start_takes_the_page_locking_of_what_travels() -> None:
     locked = (on_gpu.start_seconds - weights) * host.lock_bytes_per_second.value
     assert locked >= 2 * 2 * on_gpu.n_params  # weights and gradients
     assert planned().start_seconds == 0.0
+
+
+def test_a_device_updates_the_masters_of_a_model_that_stays_there(tmp_path: Path) -> None:
+    """However slow the processors are: they update what is home in RAM."""
+    whole = find(GPU)
+    slow = replace(whole.host, update_per_second=Figure(1e3, "est"))
+    path = tmp_path / "slow.toml"
+    path.write_text(dump(replace(whole, host=slow)))
+    stays, pages = (
+        [planned(profile=p, precision="bf16", hbm=hbm).step_seconds for p in (GPU, str(path))]
+        for hbm in (None, HBM)
+    )
+
+    assert stays[0] == stays[1]
+    assert pages[0] < pages[1]

@@ -145,7 +145,7 @@ class Bench:
         param = self.param(bucket)
         cuts = piece.slices(size) if whole is None else cut_run(whole, size or sys.maxsize)
         runs = list(kept_runs(cuts, param.kept))
-        if param.on_device:
+        if self.is_on_device(bucket):
             update.on_device = True
             kept = [param, *states.values(), *self.lows(bucket)]
             sizes = [2 * home.item_dtype.itemsize for home in kept]
@@ -171,8 +171,12 @@ class Bench:
 
     def at_once(self, bucket: Bucket, numel: int) -> int:
         """Return how many elements a call takes: without bytes only the calls cost time."""
-        home = self.param(bucket)
-        return sys.maxsize if home.on_device or home.device.type == "meta" else numel
+        is_meta = self.param(bucket).device.type == "meta"
+        return sys.maxsize if is_meta or self.is_on_device(bucket) else numel
+
+    def is_on_device(self, bucket: Bucket) -> bool:
+        """Whether a device updates a bucket that is no processor, in the order of compute."""
+        return self.param(bucket).on_device or self.store.is_on_device(bucket.id)
 
     def _request(
         self, bucket: Bucket, piece: UpdatePiece, states: Mapping[str, Home], run: slice
