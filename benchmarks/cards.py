@@ -1,6 +1,6 @@
 """Which model trains on which card: tables of the docs (`python -m benchmarks.cards --write`).
 
-Every cell is what `hetero plan` says with the card's profile; nothing was measured on a GPU. Cells
+Every cell is what `hetero plan` says with the card's profile; none was measured. Cells
 are kept in a file as they are planned, so that a run that was ended goes on.
 """
 

@@ -125,15 +125,15 @@ def profile_of(place: torch.device) -> str:
     """Return the name of hetero's own profile that is most like this machine."""
     name = accelerator_name() if place.type == "cuda" else None
     profiles = {each: find(each) for each in names()}
-    if name is None:
-        cores = torch.get_num_threads()
-        plain = {each: p.host.cores for each, p in profiles.items() if p.gpu is None}
-        return min(plain, key=lambda each: abs(plain[each] - cores))
-    words = set(name.lower().replace("-", " ").split())
+    has_gpu, cores = name is not None, torch.get_num_threads()
+    words = set((name or "").lower().replace("-", " ").split())
     alike = {
-        each: len(words & set(p.gpu.name.lower().replace("-", " ").split()))
+        each: (
+            len(words & set(p.gpu.name.lower().replace("-", " ").split())) if p.gpu else 0,
+            -abs(p.host.cores - cores),
+        )
         for each, p in profiles.items()
-        if p.gpu is not None
+        if (p.gpu is not None) == has_gpu
     }
     return max(alike, key=lambda each: alike[each])
 

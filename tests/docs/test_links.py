@@ -57,8 +57,9 @@ def test_the_readme_is_a_screen_and_a_half() -> None:
     assert read("README.md").count("\n") <= 200
 
 
-def test_the_readme_says_at_its_top_that_no_gpu_has_run_it() -> None:
-    assert "No GPU has run this yet" in "\n".join(read("README.md").splitlines()[:12])
+def test_the_readme_says_at_its_top_which_gpus_have_run_it() -> None:
+    top = "\n".join(read("README.md").splitlines()[:12])
+    assert "One GPU has run it, for minutes" in top and "profiles/runs/" in top
 
 
 @pytest.mark.parametrize("page", PAGES)

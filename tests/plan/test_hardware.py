@@ -22,7 +22,7 @@ from hetero.types import Lane
 
 GPUS = [
     *("v100-sxm2-32", "rtx3090", "rtx4090", "rtx5090", "a100-40", "a100-80", "h100-sxm"),
-    *("h200-sxm", "gh200-96", "b200-sxm", "gb10"),
+    *("h200-sxm", "h200-16c", "gh200-96", "b200-sxm", "gb10"),
 ]
 LAPTOPS = ["laptop-8c-avx2-ddr5", "laptop-4c-avx2-ddr4"]
 LANES = [Lane.H2D, Lane.D2H]

@@ -666,6 +666,10 @@ def test_on_cuda_a_rehearsal_begins_with_what_the_program_had(
     assert proposal.settings_for(had, given)["profile"] == "h100-sxm"
     monkeypatch.setattr(proposal, "accelerator_name", lambda: "NVIDIA H100 80GB HBM3")
     assert proposal.profile_of(had.place) == "h100-sxm"
+    monkeypatch.setattr(proposal, "accelerator_name", lambda: "NVIDIA H200")
+    for cores, name in ((12, "h200-16c"), (60, "h200-sxm")):
+        monkeypatch.setattr(torch, "get_num_threads", lambda cores=cores: cores)
+        assert proposal.profile_of(had.place) == name
     there = proposal.settings_for(had._replace(place=torch.device("cpu")), given)
     assert there.keys() == {"hbm", "profile"}
 
