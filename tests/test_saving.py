@@ -552,18 +552,30 @@ def test_a_step_moves_what_is_on_disk_once_each_way(disk: Path) -> None:
     assert 0 < now.write_bytes <= spill.disk_bytes + spill.pool_bytes
 
 
-@pytest.mark.campaign(seconds=3)
-def test_a_save_at_the_very_end_of_a_script_is_written(disk: Path) -> None:
+@pytest.mark.campaign(seconds=6)
+@pytest.mark.parametrize("starts", [True, False], ids=["", "no thread starts by then"])
+def test_a_save_at_the_very_end_of_a_script_is_written(starts: bool, disk: Path) -> None:
+    """From Python 3.12 on, no thread can be started while the interpreter ends."""
     script = """
-        import sys, torch, hetero
+        import sys, threading, torch, hetero
+
+        def refuse(thread):
+            raise RuntimeError("can't create new thread at interpreter shutdown")
+
+        def end():
+            threading.Thread.start = refuse
+
         model = torch.nn.Linear(64, 64)
         optimizer = torch.optim.AdamW(model.parameters())
         model, optimizer = hetero.prepare(model, optimizer, device="cpu", hbm="64KiB")
         model(torch.randn(2, 64)).sum().backward()
         optimizer.step()
         hetero.save_checkpoint(sys.argv[1], model, optimizer, asynchronous=True)
+        if len(sys.argv) > 2:
+            threading._register_atexit(end)  # comes before what was registered earlier
     """
     command = [sys.executable, "-c", textwrap.dedent(script), str(disk / "saved")]
+    command += [] if starts else ["no"]
 
     done = subprocess.run(command, capture_output=True, text=True, cwd=Path.cwd())
 

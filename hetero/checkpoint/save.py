@@ -32,6 +32,7 @@ from hetero.crc import crc32
 from hetero.device import accelerator_rng
 from hetero.errors import CheckpointCorrupt, ConfigError, DivergenceError, StateError
 from hetero.io import IO, Folder, make_folder
+from hetero.jobs import running
 from hetero.memory.layout import Bucket
 from hetero.train.engine.engine import Engine
 from hetero.train.engine.snapshot import Name, Part, Saving, of_tensor
@@ -221,7 +222,8 @@ def newest_step(directory: str | Path) -> int:
 
 
 def before_exit(call: Callable[[], None]) -> None:
-    """Make a call when the interpreter ends, while threads can still be started."""
+    """Make a call when the interpreter ends, while its threads still run; from Python 3.12 on none
+    can be started by then."""
     getattr(threading, "_register_atexit", atexit.register)(call)
 
 
@@ -419,9 +421,11 @@ class Writing:
             pending=engine.residence.update_of,
             noted=partial(self._note, engine, buckets),
         )
+        self._readers = running(SAVE_THREADS, "hetero-save")
         try:
             engine.save(self._saving)
         except BaseException:
+            self._readers.shutdown()
             self._writer.abandon()
             raise
 
@@ -444,7 +448,7 @@ class Writing:
 
     def _read(self) -> None:
         """Read everything, on enough threads to keep a drive busy."""
-        with ThreadPoolExecutor(SAVE_THREADS, "hetero-save") as executor:
+        with self._readers as executor:
             readers = [executor.submit(self._saving.run) for _ in range(SAVE_THREADS)]
         errors = [reader.exception() for reader in readers]
         self._saving.error = self._saving.error or next(filter(None, errors), None)

@@ -13,7 +13,7 @@ import queue
 import threading
 from array import array
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from itertools import accumulate
 from operator import itemgetter
@@ -24,6 +24,7 @@ from hetero.checkpoint.manifest import layout
 from hetero.checkpoint.slices import Shard, Slice
 from hetero.errors import CheckpointCorrupt, CheckpointError, StorageError, UnsafeCheckpoint, afresh
 from hetero.io import ALIGN, File, Folder, align_up, aligned_buffer
+from hetero.jobs import running
 from hetero.tensorfile import BLOCK, block_crcs
 from hetero.types import format_bytes
 
@@ -132,7 +133,7 @@ class ShardWriter:
         self._blocks = list(accumulate((each.n_blocks for each in shard.slices), initial=0))
         self._crcs = array("q", [UNWRITTEN]) * self._blocks[-1]
         self._buffers = Buffers()
-        self._lane = ThreadPoolExecutor(1, thread_name_prefix="hetero-checkpoint")
+        self._lane = running(1, "hetero-checkpoint")
         self._lock = threading.Lock()  # of counts and claims
         self._placing = threading.Lock()  # its holder may wait for a buffer
         self._stage: GatherBuffer | None = None
