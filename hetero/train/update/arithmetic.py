@@ -37,7 +37,7 @@ from hetero.types import Kind
 RULE_NUMEL = 2**18  # temporaries stay in the cache: 1.9 ns an element, 2.2 ns at 2**20 (measured)
 RULE_THREADS = 4  # so many leave the interpreter to others; for more, a slice is longer
 MOST_RULE_NUMEL = 2**20
-KERNEL_NUMEL = 2**20  # where slices may wait for the disk
+KERNEL_NUMEL = 2**20  # of the kernel's where threads share none: on disk, with first states
 PARAM = Kind.PARAM.value
 SharedWork = Callable[[slice], tuple[Coefficients, kernel.Operands]]
 
