@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from hetero.device import n_accelerators
 from hetero.errors import ConfigError
-from hetero.parallel.gathers import all_gather
+from hetero.parallel.gathers import all_gather, swap
 from hetero.parallel.gloo import local_ranks
 from hetero.parallel.launch import Launch
 
@@ -92,8 +92,7 @@ class Circle:
         sent, found = (list(self._memory(n_bytes).view(self.size, -1)) for _ in range(2))
 
         def call() -> None:
-            work = dist.all_to_all(found, sent, group=self._group, async_op=True)
-            self._ranks.finish(work, "an exchange")
+            self._ranks.finish(swap(found, sent, self._group), "an exchange")
 
         return call
 

@@ -200,3 +200,18 @@ def all_gather(whole: torch.Tensor, mine: torch.Tensor, group: dist.ProcessGroup
     begin = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # until 2.12
     work: dist.Work = begin(whole, mine, group=group, async_op=True)
     return work
+
+
+def swap(
+    found: Sequence[torch.Tensor], sent: Sequence[torch.Tensor], group: dist.ProcessGroup
+) -> dist.Work:
+    """Begin to send each rank a part, all of one size, and to find one of each in 1-D ``found``,
+    which lie in a row."""
+    try:
+        work: dist.Work = dist.all_to_all([*found], [*sent], group=group, async_op=True)
+    except RuntimeError as error:
+        if "does not support alltoall" not in str(error):  # of gloo, in torch 2.11
+            raise
+        row = found[0].as_strided((sum(part.numel() for part in found),), (1,))
+        work = dist.all_to_all_single(row, torch.cat([*sent]), group=group, async_op=True)
+    return work

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from hetero.device import Device, map_slab
 from hetero.device.comm import Addends, Relay
-from hetero.parallel.gathers import CommTicket
+from hetero.parallel.gathers import CommTicket, swap
 from hetero.parallel.waits import Waits
 
 Open = Callable[[Sequence[int]], dist.ProcessGroup]
@@ -101,7 +101,7 @@ class Swap:
     def begin(self, parts: list[torch.Tensor], what: str) -> Addends:
         n_bytes = sum(part.numel() for part in parts)
         found = list(self.inbox.of(n_bytes).view(len(parts), -1))
-        work = dist.all_to_all(found, parts, group=self._group, async_op=True)
+        work = swap(found, parts, self._group)
         return Swapped(self._waits, CommTicket(work, what, (*found, *parts)), found)
 
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.torch_version import TorchVersion
 
 from hetero.boxes import Side, cuts_of, divided, sizes_of
 from hetero.errors import ConfigError, StateError
@@ -35,6 +36,8 @@ from hetero.train.model.parts import Parted, PartPlace, PlainTensors
 
 Geometry = tuple[tuple[int, ...], tuple[str, ...]]
 """Of a mesh: its shape, and the names of its axes."""
+
+LEAST_TORCH = "2.13"  # whose DTensors give hetero's models plain torch's bits
 
 
 class Sent(NamedTuple):
@@ -402,7 +405,15 @@ def settled(tensor: DTensor) -> DTensor:
 def dtensors_of(model: nn.Module) -> DTensors | PlainTensors:
     """Return the parts of a model whose DTensors are all on the ranks of the first one."""
     meshes = [p.device_mesh for p in model.parameters() if isinstance(p, DTensor)]
-    return DTensors(meshes) if meshes else PlainTensors()
+    if not meshes:
+        return PlainTensors()
+    if TorchVersion(torch.__version__) < LEAST_TORCH:
+        raise ConfigError(
+            f"tensor parallel models under torch {torch.__version__}: weights that all ranks have"
+            " trained to other numbers under 2.11, and no release before 2.13 was compared",
+            advice=f"install torch {LEAST_TORCH}, or train without a tensor parallel axis",
+        )
+    return DTensors(meshes)
 
 
 def ranks_of(param: DTensor) -> list[int]:

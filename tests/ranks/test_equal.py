@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from hetero.testing.ranks import run_ranks
 from tests.ranks.models import OPTIMIZERS, Run, assert_same, by_one_rank, by_ranks, by_torch
@@ -35,6 +36,21 @@ def test_ranks_are_micro_batches(
         assert_same(found, expected)
         assert found.status.mode == "paged"
         assert found.status.evictions >= 3 or settings is not TIGHT
+
+
+def test_ranks_whose_gloo_takes_no_lists_are_micro_batches_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As in torch 2.11."""
+
+    def lists(*_: Any, **__: Any) -> None:
+        raise RuntimeError("Backend gloo does not support alltoall")
+
+    monkeypatch.setattr(dist, "all_to_all", lists)
+    run = Run("adamw", passes=2, clip=0.5, settings=TIGHT, one_sided=False)
+    expected = by_torch(run, 3)
+    for found in run_ranks(3, by_ranks, run):
+        assert_same(found, expected)
 
 
 @pytest.mark.campaign(seconds=4)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_modul
 import hetero
 from hetero.api import engine_of
 from hetero.errors import ConfigError, DivergenceError, HeteroError, StateError
+from hetero.parallel import tensor
 from hetero.testing.ranks import outcomes, run_ranks
 from tests.ranks.models import OPTIMIZERS
 from tests.ranks.tensor_models import (
@@ -506,6 +508,8 @@ def refused(rank: int, folder: str) -> None:
     prepare(ConfigError, "there are 2", mesh={"tp": 4})
     prepare(ConfigError, "are DTensors on ranks 0, 1", mesh={"cp": 2})
     prepare(ConfigError, "there are 2", mesh={"cp": 2, "tp": 2})
+    with mock.patch.object(tensor, "LEAST_TORCH", "99.1"):
+        prepare(ConfigError, "tensor parallel models under torch")
     model, _ = built(run)
     for rule in (hetero.optim.AdamW8bit, torch.optim.Adafactor):  # of which torch fails as well
         with pytest.raises(ConfigError, match=f"{rule.__name__} may need whole tensors"):
