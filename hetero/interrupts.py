@@ -9,7 +9,8 @@ is covered as well. A waiting signal is handled by `point`, at the end of a step
 when a thread finds no more code of ours on the stack.
 
 Code that waits for other threads, or for a drive, uses `wait`, `join` or `finished`: the second
-Ctrl-C comes out of these, like a disk's error.
+Ctrl-C comes out of these, like a disk's error. Threads that may have to work while the interpreter
+ends are `running` before.
 """
 
 from __future__ import annotations
@@ -187,3 +188,14 @@ def finished(future: futures.Future[R]) -> R:
     while not futures.wait([future], WAIT_SECONDS).done:
         point()
     return future.result()
+
+
+def running(n_threads: int, name: str) -> futures.ThreadPoolExecutor:
+    """Return an executor whose threads run by now: while the interpreter ends, from Python 3.12 on,
+    none can be started, and a save may go on until then."""
+    executor = futures.ThreadPoolExecutor(n_threads, name)
+    all_there = threading.Barrier(n_threads + 1)
+    for _ in range(n_threads):
+        executor.submit(all_there.wait)
+    all_there.wait()
+    return executor

@@ -15,7 +15,6 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from types import TracebackType
@@ -400,17 +399,6 @@ def thread_budget(n_local: int = 1) -> int:
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return max(1, (cores or 1) // n_local - 1)
-
-
-def running(n_threads: int, name: str) -> ThreadPoolExecutor:
-    """Return an executor whose threads run by now: while the interpreter ends, from Python 3.12 on,
-    none can be started, and a save may go on until then."""
-    executor = ThreadPoolExecutor(n_threads, name)
-    all_there = threading.Barrier(n_threads + 1)
-    for _ in range(n_threads):
-        executor.submit(all_there.wait)
-    all_there.wait()
-    return executor
 
 
 def _if_alive(worker: weakref.ref[Worker], act: Callable[[Worker], None]) -> Callable[[], None]:

@@ -32,7 +32,6 @@ from hetero.crc import crc32
 from hetero.device import accelerator_rng
 from hetero.errors import CheckpointCorrupt, ConfigError, DivergenceError, StateError
 from hetero.io import IO, Folder, make_folder
-from hetero.jobs import running
 from hetero.memory.layout import Bucket
 from hetero.train.engine.engine import Engine
 from hetero.train.engine.snapshot import Name, Part, Saving, of_tensor
@@ -421,7 +420,7 @@ class Writing:
             pending=engine.residence.update_of,
             noted=partial(self._note, engine, buckets),
         )
-        self._readers = running(SAVE_THREADS, "hetero-save")
+        self._readers = interrupts.running(SAVE_THREADS, "hetero-save")
         try:
             engine.save(self._saving)
         except BaseException:

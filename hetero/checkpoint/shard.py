@@ -23,8 +23,8 @@ from hetero.checkpoint.folders import check_safe
 from hetero.checkpoint.manifest import layout
 from hetero.checkpoint.slices import Shard, Slice
 from hetero.errors import CheckpointCorrupt, CheckpointError, StorageError, UnsafeCheckpoint, afresh
+from hetero.interrupts import running
 from hetero.io import ALIGN, File, Folder, align_up, aligned_buffer
-from hetero.jobs import running
 from hetero.tensorfile import BLOCK, block_crcs
 from hetero.types import format_bytes
 

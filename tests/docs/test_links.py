@@ -59,7 +59,7 @@ def test_the_readme_is_a_screen_and_a_half() -> None:
 
 def test_the_readme_says_at_its_top_which_gpus_have_run_it() -> None:
     top = "\n".join(read("README.md").splitlines()[:12])
-    assert "One GPU has run it, for minutes" in top and "profiles/runs/" in top
+    assert "One GPU has run it, for minutes" in top and "profiles/measured/" in top
 
 
 @pytest.mark.parametrize("page", PAGES)
