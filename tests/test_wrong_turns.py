@@ -111,6 +111,7 @@ def test_sizes_of_any_machine_are_printed_as_they_are_read(power: int) -> None:
     assert "e+" not in format_bytes(999 * n_bytes)
 
 
+@pytest.mark.slow
 def test_a_plan_of_very_long_sequences_says_what_they_lack() -> None:
     result = call(PLAN.format("smollm2-135m --sequence 100000000"))
 
