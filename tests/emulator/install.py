@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType, ModuleType, SimpleNamespace
 from typing import Any
@@ -115,20 +116,32 @@ def exact_sqrt(self: formulas.Ops, x: torch.Tensor, *, out: torch.Tensor) -> tor
 
 
 def watch_kernel(extension: ModuleType) -> None:
-    """Tell of what the compiled update reads and writes: torch does not see it."""
-    plain = kernel.Library.update
+    """Tell of what the compiled update reads and writes, alone or shared by threads: torch does not
+    see it."""
+    alone, shared = kernel.Library.update, kernel.Library.share
 
-    def watched(self: kernel.Library, c: Any, run: kernel.Operands) -> None:
-        uses = [(run.param, True), (run.low, True), (run.grad, False)]
-        uses += ((state, True) for state in run.states)
+    @contextmanager
+    def told(job: kernel.RunArgument) -> Iterator[None]:
+        low_bytes, grad_bytes = (2, 4)[job.layout == 1], (2, 4)[job.kind == 2]
+        uses = [(job.hi, 2, True), (job.low, low_bytes, True), (job.grad, grad_bytes, False)]
+        uses += ((state, 4, True) for state in job.states if state)
         held = [
-            extension.host_begin(tensor.data_ptr(), tensor.nbytes, write, "update kernel")
-            for tensor, write in uses
+            extension.host_begin(at, job.n * size, write, "update kernel")
+            for at, size, write in uses
         ]
         try:
-            plain(self, c, run)
+            yield
         finally:
             for key in held:
                 extension.host_end(key)
 
-    kernel.Library.update = watched  # type: ignore[method-assign]  # tells of reads
+    def update(self: kernel.Library, c: Any, run: kernel.Operands) -> None:
+        with told(kernel.run_argument(c, run)):
+            alone(self, c, run)
+
+    def share(self: kernel.Library, c: Any, job: kernel.RunArgument, left: Any) -> None:
+        with told(job):
+            shared(self, c, job, left)
+
+    kernel.Library.update = update  # type: ignore[method-assign]  # tells of reads
+    kernel.Library.share = share  # type: ignore[method-assign]  # and of those by several threads
