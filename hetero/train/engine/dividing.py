@@ -135,6 +135,12 @@ class HbmDivision:
         """Whether the whole model fits with a division's activations, and may stay."""
         return self._may_stay and self._setup.budget.holds_everything(division.moving_bytes)
 
+    def rise(self, division: Division) -> None:
+        """Let homes that a division has on HBM go there now, if none has to make room for them."""
+        there = self.rehoming.on_hbm
+        if there < division.on_hbm and self.room.apply(division):
+            self.rehoming.raise_to(division.on_hbm)
+
     def apply(self, division: Division) -> None:
         """Apply a division; if a view is held, the next border tries again."""
         self.rehoming.lower(division.on_hbm)

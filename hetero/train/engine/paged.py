@@ -154,6 +154,12 @@ class Paged:
         self.activations.policies.update(division.policies)
         return division
 
+    def place(self, division: Division) -> None:
+        """Let homes go up before their update: it is made on HBM, and HOST need not hold states
+        that a first step makes."""
+        if not self.hbm.fits_whole(division):
+            self.hbm.rise(division)
+
     def seal(self) -> None:
         """The step of early updates is made."""
         self.manager.seal()

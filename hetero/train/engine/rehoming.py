@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from contextlib import AbstractContextManager
 
+from hetero.device import Slab
 from hetero.errors import BudgetError
 from hetero.events import What
 from hetero.memory.layout import Bucket
@@ -103,13 +104,24 @@ class Rehoming:
             self._move(self._setup.buckets[bucket], Tier.HOST)
 
     def raise_to(self, wanted: Collection[int]) -> None:
-        """Move the ``wanted`` homes up that are not on HBM, until the device has no such memory."""
-        for bucket in sorted(set(wanted) - self._places.on_hbm):
+        """Move the ``wanted`` homes up that are not on HBM, until the device has no such memory:
+        for states, too, that are yet to be made there."""
+        held: list[Slab] = []
+        for number in sorted(set(wanted) - self._places.on_hbm):
+            bucket = self._setup.buckets[number]
             try:
-                self._move(self._setup.buckets[bucket], Tier.HBM)
+                if self._move(bucket, Tier.HBM):
+                    held.append(self._hold(bucket))
             except BudgetError as error:  # fragmented, or taken by another process
-                self._setup.log.now(What.DECISION, tier=Tier.HBM, bucket=bucket, why=str(error))
+                self.lower(self._places.on_hbm - {number})
+                self._setup.log.now(What.DECISION, tier=Tier.HBM, bucket=number, why=str(error))
                 return
+
+    def _hold(self, bucket: Bucket) -> Slab:
+        """Return memory as large as what is yet to be made of a bucket's homes on HBM."""
+        size = self._sizes[self._grads.adds_up][bucket.id]
+        with self._meter.changing():
+            return self._setup.device.arena(max(0, size - self._setup.store.hbm_bytes[bucket.id]))
 
     def let_pass(self, n_bytes: int) -> None:
         """Let updates of homes on HOST pass through so many bytes of HBM; 0: through none."""

@@ -169,6 +169,8 @@ class HomeSteps(NoSteps):
         # 1. gradients and written parameters come home; norm, clip and settings are closed
         residence.quiesce()
         division = residence.divide(optimizer.param_groups)  # if it raises, nothing is updated
+        if isinstance(residence, Paged) and division is not None and not stepper.early:
+            residence.place(division)
         seen = self._seen(optimizer)
         updates = stepper.close(optimizer.param_groups, optimizer.known_state, clip)
         begun = self._seal()
