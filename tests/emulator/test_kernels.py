@@ -84,6 +84,7 @@ def bits_of(tuning: Tuning | None = None, **settings: Any) -> tuple[bytes, str]:
     return bits, engine_of(model).residence.name
 
 
+@pytest.mark.campaign(seconds=3)
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("way", ["resident", "streamed"])
 def test_a_model_that_fits_or_streams_its_homes_is_updated_by_kernels(

@@ -85,17 +85,19 @@ def check_ranks(n_ranks: int, case: dict[str, Any]) -> None:
             assert process.returncode == 0, f"rank {rank}: {said[-4000:]}"
 
 
+@pytest.mark.campaign(seconds=5)
 @pytest.mark.parametrize(
     ("n_ranks", "case"),
-    [READ[0], *(pytest.param(*each, marks=pytest.mark.slow) for each in READ[1:])],
+    READ,
 )
 def test_ranks_on_cuda_devices_are_micro_batches(n_ranks: int, case: dict[str, Any]) -> None:
     check_ranks(n_ranks, case)
 
 
+@pytest.mark.campaign(seconds=5)
 @pytest.mark.parametrize(
     ("n_ranks", "case"),
-    [GATHERED[0], *(pytest.param(*each, marks=pytest.mark.slow) for each in GATHERED[1:])],
+    GATHERED,
 )
 def test_ranks_of_several_machines_gather_in_frames_on_their_devices(
     n_ranks: int, case: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -107,7 +109,8 @@ def test_ranks_of_several_machines_gather_in_frames_on_their_devices(
     check_ranks(n_ranks, {**case, "settings": settings, "gathers": True})
 
 
-@pytest.mark.parametrize("how", ["SIGSTOP", pytest.param("SIGKILL", marks=pytest.mark.slow)])
+@pytest.mark.campaign(seconds=4)
+@pytest.mark.parametrize("how", ["SIGSTOP", "SIGKILL"])
 def test_a_gather_on_a_device_that_never_ends_is_a_lost_rank(how: str) -> None:
     """All had said that they gather; NCCL itself would wait for ever."""
     case = {"settings": {"timeout_seconds": 4.0}, "machines": [0, 1]}

@@ -37,7 +37,6 @@ LLAMA = {
     "vocab_size": 96,
 }
 TOKENS = torch.zeros(BATCH, 16, dtype=torch.long)
-SLOW = pytest.mark.slow
 SMALL = {"profile": "rtx4090", "precision": "bf16", "host": 2**30, "fused_loss": True}
 
 
@@ -128,10 +127,8 @@ def of(model: nn.Module, tokens: torch.Tensor = TOKENS, **settings: Any) -> Scen
     )
 
 
-@pytest.mark.parametrize(
-    "activations",
-    ["auto", *(pytest.param(each, marks=SLOW) for each in ("keep", "recompute", "offload"))],
-)
+@pytest.mark.campaign(seconds=5)
+@pytest.mark.parametrize("activations", ["auto", "keep", "recompute", "offload"])
 @pytest.mark.parametrize("micro_batch", [1, 2, 3])
 def test_slices_of_any_size_under_any_policy(
     played: list[int], micro_batch: int, activations: str
@@ -144,19 +141,20 @@ def test_slices_of_any_size_under_any_policy(
     assert played if micro_batch < 3 else not played  # of three slices, one is smaller
 
 
+@pytest.mark.campaign(seconds=6)
 @pytest.mark.parametrize(
     "settings",
     [
-        pytest.param({"hbm": 450_000}, marks=SLOW),  # hardly a unit
-        pytest.param({"hbm": 2_000_000}, marks=SLOW),
+        {"hbm": 450_000},  # hardly a unit
+        {"hbm": 2_000_000},
         {},  # all of it stays
         {"hbm": 700_000, "updates": "backward"},
         {"hbm": 700_000, "frozen": "nf4", "lora_rank": 4, "fused_loss": False},
-        pytest.param({"hbm": 1_000_000, "precision": "fp32"}, marks=SLOW),
-        pytest.param({"hbm": 700_000, "tile": 8}, marks=SLOW),
-        pytest.param({"hbm": 700_000, "pinned": 200_000}, marks=SLOW),
+        {"hbm": 1_000_000, "precision": "fp32"},
+        {"hbm": 700_000, "tile": 8},
+        {"hbm": 700_000, "pinned": 200_000},
         {"device": "cpu:sim", "hbm": 700_000},
-        pytest.param({"device": "cpu"}, marks=SLOW),
+        {"device": "cpu"},
     ],
     ids=str,
 )
@@ -177,6 +175,7 @@ def test_gradients_that_land_while_slices_are_played(played: list[int]) -> None:
     assert played
 
 
+@pytest.mark.campaign(seconds=2)
 def test_with_homes_on_disk(played: list[int], tmp_path: Path) -> None:
     found = assert_the_same(
         lambda: llama(hbm=500_000, host=2_500_000, nvme=tmp_path, micro_batch=1)
@@ -185,14 +184,12 @@ def test_with_homes_on_disk(played: list[int], tmp_path: Path) -> None:
     assert played
 
 
+@pytest.mark.campaign(seconds=5)
 @pytest.mark.parametrize(
     "name",
-    [
-        *("tied", "dropout"),
-        *(pytest.param(each, marks=SLOW) for each in ("untied", "reused", "frozen", "attention")),
-    ],
+    ["tied", "dropout", "untied", "reused", "frozen", "attention"],
 )
-@pytest.mark.parametrize("hbm", [60_000, pytest.param(None, marks=SLOW)])
+@pytest.mark.parametrize("hbm", [60_000, None])
 def test_other_models(played: list[int], name: str, hbm: int | None) -> None:
     case = BY_NAME[name]
     assert_the_same(lambda: of(case.build(), data_of(case), hbm=hbm, micro_batch=1))
@@ -282,6 +279,7 @@ def plain() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 8), nn.ReLU())
 
 
+@pytest.mark.campaign(seconds=3)
 @pytest.mark.parametrize("unit", [Counting, Writing, Drawing, Remembering, hooked, plain])
 def test_units_that_do_anything_else_run(played: list[int], unit: Callable[[], nn.Module]) -> None:
     def scene() -> Scene:
