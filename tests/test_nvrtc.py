@@ -80,7 +80,6 @@ def test_a_kernel_is_compiled_loaded_and_launched_in_this_order() -> None:
     ]
 
 
-@pytest.mark.campaign(seconds=3)
 def test_every_operation_is_told_to_round_by_itself() -> None:
     assert set(ARITHMETIC) == {"--fmad=false", "--prec-div=true", "--prec-sqrt=true", "--ftz=false"}
     assert not any("fast" in option for option in room.OPTIONS)
