@@ -43,6 +43,8 @@ RATE = 1e-4
 VOCABULARY = 128256
 WARM = 3
 """Steps that are not measured: hetero divides HBM at their ends."""
+KERNELS = 40
+"""Kinds of kernels in a row, with ``--kernels``."""
 Step = Callable[[torch.Tensor], list[float]]
 """Trains on a batch; returns the loss and when its parts ended, of the host's clock."""
 PARTS = ("forward", "backward", "update", "loss")
@@ -153,6 +155,8 @@ def measured(name: str, way: str, given: argparse.Namespace) -> None:
             continue
         if prepared is not None:
             row |= told(prepared)
+        if given.kernels:
+            row["kernel_seconds"] = kernels(partial(step, batch(tokens, 0)))
         say(given, {**head, "tokens": tokens, **row})
     if given.record and prepared is not None:
         recorded(step, prepared, optimizer, given)
@@ -179,6 +183,7 @@ def timed(step: Step, tokens: int, n_steps: int, until: float) -> dict[str, Any]
         "host_seconds": {name: round(each, 4) for name, each in host},
         "loss": [rows[0][0], rows[-1][0]],
         "reserved_gib": gib(torch.cuda.max_memory_reserved()),
+        "retries": torch.cuda.memory_stats().get("num_alloc_retries", 0),
         "rss_gib": gib(psutil.Process().memory_info().rss),
     }
 
@@ -208,6 +213,20 @@ def recorded(step: Step, model: Any, optimizer: Any, given: argparse.Namespace) 
     hetero.report(given.record, Path(given.record) / "report.html")
 
 
+def kernels(step: Callable[[], object]) -> dict[str, tuple[float, int]]:
+    """Return {kernel or copy: (seconds on the device, number)} of a step, the longest first.
+
+    What they lack of the step's time, and of that of one without a profiler, nothing ran.
+    """
+    kinds = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=kinds) as found:
+        step()
+        torch.cuda.synchronize()
+    times = {e.key: (e.self_device_time_total / 1e6, e.count) for e in found.key_averages()}
+    longest = sorted(times.items(), key=lambda each: -each[1][0])
+    return {key[:120]: (round(seconds, 5), n) for key, (seconds, n) in longest[:KERNELS]}
+
+
 def gib(n_bytes: int) -> float:
     return round(n_bytes / 2**30, 2)
 
@@ -232,6 +251,7 @@ def main() -> None:
     parser.add_argument("--set", nargs="*", default=[], help="KEY=VALUE of hetero.prepare")
     parser.add_argument("--seconds", type=float, default=120.0)
     parser.add_argument("--output")
+    parser.add_argument("--kernels", action="store_true", help="seconds of each kind of kernel")
     parser.add_argument("--record", help="a folder for the run of two steps, and its report")
     given = parser.parse_args()
     measured(given.model, given.way, given)

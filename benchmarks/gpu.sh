@@ -29,9 +29,9 @@ steps=("$python" -W ignore -m benchmarks.gpu "${rows[@]}")
 if [ ! -e hetero/_update.so ]; then "$python" hatch_build.py || echo "updates run as torch's operations"; fi
 part facts 60 bash -c "nvidia-smi; lscpu | head -n 25; free -g; df -h .; $python -m hetero doctor"
 part tests 150 "$python" -m pytest -m "" -q -n 8 -p no:cacheprovider -W ignore --tb=short tests/gpu
-part steps 60 "${steps[@]}" 1B --hbm 8GiB --tokens 4096 16384 --steps 8 --seconds 45 --record "$folder/run-1B"
-part torch 40 "${steps[@]}" 8B --way torch --tokens 4096 --steps 3 --seconds 25
+part steps 60 "${steps[@]}" 1B --hbm 8GiB --tokens 4096 16384 --steps 8 --seconds 45 --kernels --record "$folder/run-1B"
+part torch 40 "${steps[@]}" 8B --way torch --tokens 4096 --steps 3 --seconds 25 --kernels
 part card 90 "${steps[@]}" 3B --card 24GiB --hbm 20GiB --tokens 4096 16384 --seconds 60
 part calibrate 90 "$python" -m hetero calibrate --device cuda --output "$folder/machine.toml"
-part large 120 "${steps[@]}" 8B --tokens 4096 --seconds 100 --record "$folder/run-8B"
+part large 120 "${steps[@]}" 8B --tokens 4096 --seconds 100 --kernels --record "$folder/run-8B"
 part fsdp 90 "${steps[@]}" 3B --way fsdp --card 24GiB --tokens 4096 --steps 3 --seconds 40
