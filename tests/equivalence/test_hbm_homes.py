@@ -120,6 +120,46 @@ def test_states_of_homes_that_go_up_are_never_in_ram(precision: str) -> None:
     assert run.on_hbm and peak <= usual - len(run.on_hbm) * 2 * 4 * UNIT
 
 
+def test_states_that_were_not_sized_are_made_in_ram_first() -> None:
+    """Settings that changed since `prepare` ask for more of them: there may be no room."""
+
+    def train(run: Run) -> None:
+        run.optimizer.param_groups[0].update(amsgrad=True)
+        for number in range(4):
+            run.step(number)
+
+    run = pair(SOME, train, precision="bf16")
+    assert run.most
+
+
+def test_a_schedule_that_begins_at_nothing_lets_homes_go_up() -> None:
+    run = sim_run(SOME, precision="bf16")
+    without = sim_run(SOME, homes_on_hbm=False, precision="bf16")
+    for each in (run, without):
+        each.optimizer.param_groups[0]["lr"] = 0.0
+        each.step(0)
+    peak, usual = (r.engine.setup.ledger.peak(Tier.HOST) for r in (run, without))
+
+    assert run.on_hbm and peak < usual and run.bits() == without.bits()
+
+
+def test_homes_move_after_gradients_that_were_taken_away_have_landed() -> None:
+    """Their copies are under way, and nothing of theirs is left to wait for."""
+    rows = SOME // (UNITS * WIDTH * 4) // 3
+    runs = [
+        Run(SimDevice(seed=1, checked=True, lazy=0.0), SOME, homes_on_hbm=up)
+        for up in (True, False)
+    ]
+    for run in runs:
+        for number in range(25):  # homes come back after the largest of 16 steps
+            run.backward(number, rows if number == 4 else 2)
+            for param in [] if number == 4 else [*run.model.parameters()][::2]:
+                param.grad = None
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+    assert runs[0].on_hbm and runs[0].bits() == runs[1].bits()
+
+
 def test_homes_go_down_before_a_larger_batch_and_come_back() -> None:
     rows = SOME // (UNITS * WIDTH * 4) // 3
     seen = []

@@ -137,8 +137,11 @@ class HbmDivision:
 
     def rise(self, division: Division) -> None:
         """Let homes that a division has on HBM go there now, if none has to make room for them."""
-        there = self.rehoming.on_hbm
-        if there < division.on_hbm and self.room.apply(division):
+        if not self.rehoming.on_hbm < division.on_hbm:
+            return
+        if not division.passage_bytes:  # before frames are made in its place
+            self.rehoming.passing.close()
+        if self.room.apply(division):
             self.rehoming.raise_to(division.on_hbm)
 
     def apply(self, division: Division) -> None:

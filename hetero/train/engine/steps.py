@@ -32,7 +32,7 @@ from hetero.train.model.parts import Parts
 from hetero.train.update.arithmetic import Update
 from hetero.train.update.masters import LossScaler
 from hetero.train.update.optimizer import Optimizer
-from hetero.train.update.rules import Group, Rule
+from hetero.train.update.rules import Group, Rule, kinds_of
 from hetero.train.update.step import Stepper
 from hetero.train.update.together import step_together
 from hetero.train.update.whole_parts import check_placed
@@ -138,6 +138,8 @@ class HomeSteps(NoSteps):
         self.stepper = stepper
         self.rule = stepper.drafts.rule
         self.scaler = stepper.scaler
+        inner = setup.inner
+        self._sized_for = set(map(sizing, inner.param_groups if inner else ()))
         self._finished = True  # whether all updates that were begun were waited for
         self._begun = False  # whether those of the present step were
 
@@ -169,7 +171,7 @@ class HomeSteps(NoSteps):
         # 1. gradients and written parameters come home; norm, clip and settings are closed
         residence.quiesce()
         division = residence.divide(optimizer.param_groups)  # if it raises, nothing is updated
-        if isinstance(residence, Paged) and division is not None and not stepper.early:
+        if isinstance(residence, Paged) and division is not None and self._may_rise(optimizer):
             residence.place(division)
         seen = self._seen(optimizer)
         updates = stepper.close(optimizer.param_groups, optimizer.known_state, clip)
@@ -190,6 +192,12 @@ class HomeSteps(NoSteps):
         if begun:
             self._hurry()
         return division
+
+    def _may_rise(self, optimizer: Optimizer) -> bool:
+        """Whether homes may go up before the update: none of it has begun, and settings ask for
+        the states that homes were sized for."""
+        now = set(map(sizing, optimizer.param_groups))
+        return not self.stepper.early and now <= self._sized_for
 
     def _hurry(self) -> None:
         """Let updates that began in the order of backward go on in that of the next forward.
@@ -296,6 +304,12 @@ class HomeSteps(NoSteps):
         if parts.inside(param) is not None:
             state = {k: own_state(parts, param, v) for k, v in state.items()}
         return self.stepper.drafts.states.adopt(self.setup.segment(param), state, own=True)
+
+
+def sizing(group: Group) -> str:
+    """Return the part of settings that decides which states there are. A learning rate does not: a
+    schedule may begin at 0."""
+    return kinds_of({key: value for key, value in group.items() if key != "lr"})
 
 
 def own_state(parts: Parts, param: torch.Tensor, value: Any) -> Any:

@@ -435,6 +435,7 @@ class GradStore:
     def rehome(self, name: str, bucket: Bucket) -> None:
         """Move a bucket's gradients to the tier that their homes now have; free an empty home."""
         store = self.homes.store
+        self.ring.finish()  # gradients that were taken away may still be on their way down
         old = store.homes[name, bucket.id]
         held = [slot for slot in self._slots_in(bucket) if slot.home is old]
         for slot in held:
