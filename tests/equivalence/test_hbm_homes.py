@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import hetero
+from hetero.api import prepare_tuned
+from hetero.config import Config
 from hetero.device import SimDevice
 from hetero.errors import BudgetError, OutOfMemory
 from hetero.train.engine.tuning import Tuning
@@ -78,6 +80,64 @@ def test_sums_of_gradients_stay_on_hbm(precision: str) -> None:
 
     run = pair(SOME, train, precision=precision)
     assert run.on_hbm
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize("kept", [1, 2])
+def test_sums_that_begin_and_end_have_room_where_they_are(kept: int, clip: float | None) -> None:
+    """Gradients that are zeroed, and not taken away, make sums of the next ones."""
+
+    def train(run: Run) -> None:
+        setup = run.engine.setup
+        for number in range(6):
+            run.backward(number)
+            if clip is not None:
+                run.optimizer.clip_grad_norm_(clip)
+            run.optimizer.step()
+            division = setup.budget.division
+            assert division is not None
+            assert division.home_bytes >= setup.store.hbm_bytes.total()
+            run.optimizer.zero_grad(set_to_none=number >= kept)
+
+    run = pair(SOME, train, precision="bf16")
+    assert run.on_hbm
+
+
+class Adapted(nn.Module):
+    """A frozen layer with adapters."""
+
+    def __init__(self, n: int, m: int) -> None:
+        super().__init__()
+        self.base = nn.Linear(n, m).requires_grad_(False)
+        self.down, self.up = nn.Linear(n, n // 2, bias=False), nn.Linear(n // 2, m, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.base(x) + self.up(self.down(x)))
+
+
+@pytest.mark.parametrize("share", [0.65, 0.7, 0.8])
+def test_sums_that_begin_in_a_later_step_find_room_next_to_coded_weights(share: float) -> None:
+    """The unit that computes has its frames at the end: those of others make room."""
+
+    def trained(homes_on_hbm: bool) -> dict[str, Tensor]:
+        torch.manual_seed(5)
+        model: nn.Module = nn.Sequential(*(Adapted(WIDTH, WIDTH) for _ in range(UNITS)))
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+        settings = {"precision": "bf16", "frozen": "nf4", "chunk_bytes": 4096}
+        device = SimDevice(seed=1, checked=True)
+        config = Config.load(device=device, hbm=int(share * SOME), activations="keep", **settings)
+        model, prepared = prepare_tuned(model, optimizer, config, Tuning(homes_on_hbm=homes_on_hbm))
+        for number in range(5):
+            for part in range(1 if number < 3 else 2):
+                generator = torch.Generator().manual_seed(10 * number + part)
+                x = torch.randn(2, WIDTH, generator=generator)
+                hetero.backward(model(x.bfloat16()).float().square().sum())
+            prepared.step()
+            prepared.zero_grad()
+        return {name: value.clone() for name, value in model.state_dict().items()}
+
+    there, home = trained(True), trained(False)
+    assert all(torch.equal(there[name], home[name]) for name in home)
 
 
 def test_what_is_on_hbm_crosses_no_link_and_is_read_where_it_is() -> None:

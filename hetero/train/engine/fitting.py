@@ -337,10 +337,7 @@ class Fitting:
             frames=room.frames.limit,
             keeps=room.budget.division is not None and not self._was_guess,
             policies=self._choice.policies,
-            homes=[
-                *room.homes.sized(stuck),
-                *(homes for homes in room.homes.homes if homes.bucket not in stuck),
-            ],
+            homes=room.homes.homes,
             on_hbm=room.homes.on_hbm,
             stuck=stuck,
             passage_bytes=room.homes.passage_bytes,

@@ -237,9 +237,15 @@ class Room:
     def make_room(self, n_bytes: int) -> None:
         """Let frames, then homes, give way to a home on HBM that grows by ``n_bytes``."""
         taken = n_bytes + self.budget.activation_bytes
+        limit = self.frames_beside(taken)
         with host_work():
-            self.lower(self.frames_beside(taken))
-            self.homes.give_way(taken - self.n_bytes)
+            if self.lower(limit):
+                self.homes.give_way(taken - self.n_bytes)
+                return
+            # the computing unit lies above: it keeps its frames until it is done
+            held = self._held_bytes()
+            self.homes.give_way(taken + held + self.homes.n_bytes - self.hbm.most_bytes)
+        self._due = limit
 
     @contextmanager
     def lifted(self, n_bytes: int) -> Iterator[None]:
