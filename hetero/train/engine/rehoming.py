@@ -46,8 +46,13 @@ class Rehoming:
 
     @property
     def homes(self) -> list[BucketHomes]:
-        """The homes that may move, the most useful on HBM first, as in `sized`."""
-        return self.sized(self._sizes[True])
+        """The homes that may move, the most useful on HBM first: as large as gradients are now, or
+        as those that the program keeps, with copies of weights that it may write unseen."""
+        store = self._setup.store
+        return [
+            BucketHomes(b, max(n_bytes, store.hbm_bytes[b], store.bytes_of(b)))
+            for b, n_bytes in self._lists[self._grads.adds_up]
+        ]
 
     @property
     def n_bytes(self) -> int:
@@ -70,14 +75,8 @@ class Rehoming:
         return frozenset(self._places.on_hbm - self._fixed.keys())
 
     def sized(self, buckets: Collection[int]) -> list[BucketHomes]:
-        """Return the homes of buckets that may move, as large as gradients are now, or as those
-        that the program keeps, with copies of weights that it may write unseen."""
-        store = self._setup.store
-        return [
-            BucketHomes(b, max(n_bytes, store.hbm_bytes[b], store.bytes_of(b)))
-            for b, n_bytes in self._lists[self._grads.adds_up]
-            if b in buckets
-        ]
+        """Return those `homes` that are of some buckets."""
+        return [homes for homes in self.homes if homes.bucket in buckets]
 
     def stuck(self, buckets: Collection[int]) -> frozenset[int]:
         """Return those of the buckets of which the user's code holds a tensor."""
