@@ -155,9 +155,10 @@ def measured(name: str, way: str, given: argparse.Namespace) -> None:
             continue
         if prepared is not None:
             row |= told(prepared)
-        if given.kernels:
-            row["kernel_seconds"] = kernels(partial(step, batch(tokens, 0)))
         say(given, {**head, "tokens": tokens, **row})
+        if given.kernels:  # in a row of its own: a profiler may fail
+            found = kernels(partial(step, batch(tokens, 0)))
+            say(given, {**head, "tokens": tokens, "kernel_seconds": found})
     if given.record and prepared is not None:
         recorded(step, prepared, optimizer, given)
 
@@ -216,7 +217,7 @@ def recorded(step: Step, model: Any, optimizer: Any, given: argparse.Namespace) 
 def kernels(step: Callable[[], object]) -> dict[str, tuple[float, int]]:
     """Return {kernel or copy: (seconds on the device, number)} of a step, the longest first.
 
-    What they lack of the step's time, and of that of one without a profiler, nothing ran.
+    In the rest of the step's time nothing ran.
     """
     kinds = [torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=kinds) as found:
