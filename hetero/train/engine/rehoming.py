@@ -140,7 +140,7 @@ class Rehoming:
         with host_work():
             if n_bytes > 0:
                 n_bytes -= self.passing.close()
-            for homes in reversed(self._lists[self._grads.adds_up]):
+            for homes in reversed(self.homes):
                 if n_bytes <= 0:
                     return
                 if homes.bucket in self._places.on_hbm:
