@@ -77,7 +77,7 @@ def record_streams(extension: ModuleType) -> None:
         else:
             plain(self, stream)
 
-    torch.Tensor.record_stream = record  # type: ignore[method-assign,assignment]  # takes our streams
+    torch.Tensor.record_stream = record  # takes our streams
 
 
 def label_copies(extension: ModuleType) -> None:
@@ -97,7 +97,7 @@ def label_copies(extension: ModuleType) -> None:
         finally:
             extension.restore_label(old)
 
-    CudaDevice.copy = labelled  # type: ignore[method-assign]  # for this process
+    CudaDevice.copy = labelled  # for this process
 
 
 def caller() -> str:
@@ -143,5 +143,5 @@ def watch_kernel(extension: ModuleType) -> None:
         with told(job):
             shared(self, c, job, left)
 
-    kernel.Library.update = update  # type: ignore[method-assign]  # tells of reads
-    kernel.Library.share = share  # type: ignore[method-assign]  # and of those by several threads
+    kernel.Library.update = update  # tells of reads
+    kernel.Library.share = share  # and of those by several threads

@@ -20,7 +20,7 @@ class Worker:
     @pytest.hookimpl(tryfirst=True)
     def pytest_configure(self, config: pytest.Config) -> None:
         self._config = config
-        config.workerinput = {}  # type: ignore[attr-defined]  # the files of a run are not ours
+        config.workerinput = {}  # the files of a run are not ours
 
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         items = {item.nodeid: item for item in session.items}
