@@ -16,7 +16,15 @@ from hetero.device import SimDevice
 from hetero.errors import BudgetError, OutOfMemory
 from hetero.train.engine.tuning import Tuning
 from hetero.types import Kind, Lane, Tier
-from tests.equivalence.blocks import SOME, UNIT, UNITS, WIDTH, Run, check_save_under_way
+from tests.equivalence.blocks import (
+    SOME,
+    UNIT,
+    UNITS,
+    WIDTH,
+    Blocks,
+    Run,
+    check_save_under_way,
+)
 from tests.equivalence.harness import adamw, compare, measure, sgd
 from tests.equivalence.meddling import BLOCKS, Meddles, nine_steps
 from tests.equivalence.zoo import BY_NAME, CASES, Case
@@ -134,6 +142,30 @@ def test_sums_that_begin_in_a_later_step_find_room_next_to_coded_weights(share: 
                 hetero.backward(model(x.bfloat16()).float().square().sum())
             prepared.step()
             prepared.zero_grad()
+        return {name: value.clone() for name, value in model.state_dict().items()}
+
+    there, home = trained(True), trained(False)
+    assert all(torch.equal(there[name], home[name]) for name in home)
+
+
+@pytest.mark.parametrize("share", [0.9, 1.0, 1.1])
+def test_states_that_begin_after_a_skipped_step_find_room_next_to_sums(share: float) -> None:
+    """Homes that make room for sums have left when the second step makes states."""
+
+    def trained(homes_on_hbm: bool) -> dict[str, Tensor]:
+        torch.manual_seed(5)
+        blocks = Blocks()
+        sgd = torch.optim.SGD(blocks.parameters(), lr=0.01, momentum=0.9)
+        device = SimDevice(seed=1, checked=True)
+        settings = {"precision": "fp16", "activations": "keep", "chunk_bytes": 4096}
+        config = Config.load(device=device, hbm=int(share * SOME), **settings)
+        model, optimizer = prepare_tuned(blocks, sgd, config, Tuning(homes_on_hbm=homes_on_hbm))
+        for number in range(4):
+            generator = torch.Generator().manual_seed(number)
+            x = torch.randn(2 if number else 30, WIDTH, generator=generator).half()
+            hetero.backward(model(x).float().square().sum())
+            optimizer.step()  # the first one overflows
+            optimizer.zero_grad(set_to_none=False)
         return {name: value.clone() for name, value in model.state_dict().items()}
 
     there, home = trained(True), trained(False)

@@ -135,17 +135,10 @@ class HbmDivision:
         """Whether the whole model fits with a division's activations, and may stay."""
         return self._may_stay and self._setup.budget.holds_everything(division.moving_bytes)
 
-    def rise(self, division: Division) -> None:
-        """Let homes that a division has on HBM go there now, if none has to make room for them."""
-        if not self.rehoming.on_hbm < division.on_hbm:
-            return
-        if not division.passage_bytes:  # before frames are made in its place
-            self.rehoming.passing.close()
-        if self.room.apply(division):
-            self.rehoming.raise_to(division.on_hbm)
-
     def apply(self, division: Division) -> None:
-        """Apply a division; if a view is held, the next border tries again."""
+        """Apply a division, once; if a view is held, the next call tries again."""
+        if self._setup.budget.division is division:
+            return
         self.rehoming.lower(division.on_hbm)
         if not division.passage_bytes:  # before frames are made in its place
             self.rehoming.let_pass(0)
@@ -156,6 +149,7 @@ class HbmDivision:
 
     def begin(self) -> None:
         """A step begins."""
+        self.rehoming.passing.count()
         self.fitting.meter.restart()
         self.fitting.begin()  # training by another method calls no forward that begins it
         self._runtime.fetches.step_ends()

@@ -155,10 +155,11 @@ class Paged:
         return division
 
     def place(self, division: Division) -> None:
-        """Let homes go up before their update: it is made on HBM, and HOST need not hold states
-        that a first step makes."""
+        """Apply a division before the updates of its step: they are made where homes are from now
+        on, and states that a first step makes appear where there is room for them."""
         if not self.hbm.fits_whole(division):
-            self.hbm.rise(division)
+            self.frames.shed()
+            self.hbm.apply(division)
 
     def seal(self) -> None:
         """The step of early updates is made."""
@@ -242,7 +243,8 @@ class Paged:
     # -- between two steps -----------------------------------------------------------------------
 
     def border(self, division: Division) -> bool:
-        """Apply a division of HBM and prefetch; returns True, to go on with `stay`, if all fits."""
+        """Apply a division of HBM, if it is not yet, and prefetch; returns True, to go on with
+        `stay`, if all fits."""
         setup = self.setup
         setup.hooks.mend()
         self._take_stats()

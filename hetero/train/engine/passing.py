@@ -56,7 +56,7 @@ class Passing:
         self._locked_share = 0.0
         self.last_numel = 0
         """Parameters whose last update passed."""
-        self._passed_numel = 0  # since the beginning, at the last border
+        self._passed_numel = 0  # since the beginning, as the step began
         self._borders = 0  # at which it was open, while it is tried
         self._buckets = passing_buckets(setup)
         sizes = [-(-bytes_of(setup.blueprint, b, sums=True) // b.numel) for b in self._buckets]
@@ -118,9 +118,7 @@ class Passing:
         self._unlock()
 
     def apply(self, n_bytes: int) -> None:
-        """Open it if a division of HBM has ``n_bytes`` for it, else close it, at a border."""
-        before, self._passed_numel = self._passed_numel, self._passage.passed_numel
-        self.last_numel = self._passed_numel - before
+        """Open it if a division of HBM has ``n_bytes`` for it, else close it."""
         if not n_bytes:
             self.close()
             return
@@ -130,6 +128,11 @@ class Passing:
             self._move(Trust.TRIED)
             self._borders = 0
         self._borders += 1
+
+    def count(self) -> None:
+        """A step begins: note what passed since the last one."""
+        before, self._passed_numel = self._passed_numel, self._passage.passed_numel
+        self.last_numel = self._passed_numel - before
 
     def close(self) -> int:
         """Close it; returns the bytes of HBM that this freed."""

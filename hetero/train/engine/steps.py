@@ -171,7 +171,7 @@ class HomeSteps(NoSteps):
         # 1. gradients and written parameters come home; norm, clip and settings are closed
         residence.quiesce()
         division = residence.divide(optimizer.param_groups)  # if it raises, nothing is updated
-        if isinstance(residence, Paged) and division is not None and self._may_rise(optimizer):
+        if isinstance(residence, Paged) and division is not None and self._may_place(optimizer):
             residence.place(division)
         seen = self._seen(optimizer)
         updates = stepper.close(optimizer.param_groups, optimizer.known_state, clip)
@@ -193,8 +193,8 @@ class HomeSteps(NoSteps):
             self._hurry()
         return division
 
-    def _may_rise(self, optimizer: Optimizer) -> bool:
-        """Whether homes may go up before the update: none of it has begun, and settings ask for
+    def _may_place(self, optimizer: Optimizer) -> bool:
+        """Whether homes may move before their update: none of it has begun, and settings ask for
         the states that homes were sized for."""
         now = set(map(sizing, optimizer.param_groups))
         return not self.stepper.early and now <= self._sized_for
