@@ -10,7 +10,7 @@ import hetero
 from hetero.api import prepare_tuned
 from hetero.config import Config
 from hetero.train.engine.tuning import Tuning
-from hetero.train.gradients.store import read_together
+from hetero.train.gradients.clip import read_together
 from tests.campaigns.harness import Net
 from tests.emulator import fake
 from tests.emulator.harness import sgd

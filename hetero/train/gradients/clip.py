@@ -1,4 +1,4 @@
-"""Clipping gradients at home to a global norm (floor 2)."""
+"""Norms of gradients at home, and clipping them to a global one (floor 2)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hetero.train.gradients.slot import Factors, GradSlot, LazyGrad
-from hetero.train.model.binding import get_grads
+from hetero.train.model.binding import get_grad, get_grads
 from hetero.train.model.parts import Parts
 
 
@@ -95,3 +95,21 @@ def deferrable(params: Iterable[nn.Parameter]) -> list[GradSlot]:
     dtypes = {slot.segment.spec.dtype for slot in slots}
     right = len(slots) == len(grads) and len(dtypes) == 1 and all(s.deferrable for s in slots)
     return slots if right else []
+
+
+def norms_of(params: Iterable[nn.Parameter]) -> list[float]:
+    """Return the 2-norm of every gradient; waits for the device once."""
+    grads = [g for g in map(get_grad, params) if g is not None]
+    wide = (g if isinstance(g, LazyGrad) else g.float() for g in grads)
+    return read_together([torch.linalg.vector_norm(grad, 2.0) for grad in wide])
+
+
+def read_together(numbers: Sequence[torch.Tensor]) -> list[float]:
+    """Return scalars on any devices as numbers; waits for each device once."""
+    found = [0.0] * len(numbers)
+    for place in dict.fromkeys(number.device for number in numbers):
+        mine = [i for i, number in enumerate(numbers) if number.device == place]
+        values = torch.stack([numbers[i] for i in mine]).tolist()
+        for i, value in zip(mine, values, strict=True):
+            found[i] = value
+    return found

@@ -30,6 +30,7 @@ from hetero.errors import StateError
 from hetero.jobs import Job, Worker
 from hetero.memory.homestore import HomeStore
 from hetero.memory.layout import Bucket, Layout, Segment, row
+from hetero.memory.transfers import Landing
 from hetero.train.gradients.early_reads import EarlyReads
 from hetero.train.gradients.homes import GRAD, GradHomes, Growing, shaped, standing
 from hetero.train.gradients.references import References, storage_of
@@ -45,7 +46,7 @@ from hetero.train.gradients.slot import (
     whole_norm,
 )
 from hetero.train.gradients.sums import GradSums
-from hetero.train.model.binding import get_grad, set_grad
+from hetero.train.model.binding import set_grad
 from hetero.train.model.host_work import host_work
 from hetero.train.model.parts import Parts, PlainTensors
 from hetero.types import noop
@@ -107,6 +108,7 @@ class GradStore:
         self._pending: dict[int, None] = {}
         self._leased: set[int] = set()  # gradients held by the user's code
         self._slots: dict[int, weakref.ref[GradSlot]] = {}
+        self._landings: dict[int, Landing] = {}  # of copies home, by index
         self._updates: dict[int, Job] = {}  # bucket -> the update that still reads its gradients
         self._has_added = False  # whether gradients were added since the last step
 
@@ -318,7 +320,8 @@ class GradStore:
             raw = row(grad).view(torch.uint8)
             target = row(home.view(segment)).view(torch.uint8)
             made = made if grad is whole else None  # else it was made just now
-            slot.landing = self.ring.copy(target, raw, bucket=bucket_id, made=made)
+            landing = self.ring.copy(target, raw, bucket=bucket_id, made=made)
+            slot.landing = self._landings[index] = landing
         return slot
 
     def _make_way(self, segment: Segment) -> None:
@@ -326,9 +329,17 @@ class GradStore:
         old = self._slot(segment)
         if old is not None:
             old.keep()
+        self._land([segment])
         job = self._updates.pop(self._layout.home[segment.index][0], None)
         if job is not None:
             job.wait()
+
+    def _land(self, segments: Iterable[Segment]) -> None:
+        """Wait for copies home: a gradient that was taken away may be on its way still."""
+        for segment in segments:
+            landing = self._landings.pop(segment.index, None)
+            if landing is not None:
+                landing.wait()
 
     def widen(self, segment: Segment) -> None:
         """Make the stored gradients of a parameter's bucket fp32."""
@@ -346,6 +357,7 @@ class GradStore:
                 self.homes.write(wide, held.segment, exact)
                 held.unscale_stored()
             held.home = wide
+        self._land(bucket.segments)
         self.homes.store.drop(GRAD, bucket.id)
 
     def _slot(self, segment: Segment) -> GradSlot | None:
@@ -387,6 +399,7 @@ class GradStore:
     def finish(self) -> None:
         """Wait for every copy home; expect sums in the next step if this one had any."""
         self.ring.finish()
+        self._landings.clear()
         self.homes.expects_sums, self._has_added = self._has_added, False
 
     def closed(self, indices: Sequence[int]) -> list[GradSlot]:
@@ -435,7 +448,7 @@ class GradStore:
     def rehome(self, name: str, bucket: Bucket) -> None:
         """Move a bucket's gradients to the tier that their homes now have; free an empty home."""
         store = self.homes.store
-        self.ring.finish()  # gradients that were taken away may still be on their way down
+        self._land(bucket.segments)
         old = store.homes[name, bucket.id]
         held = [slot for slot in self._slots_in(bucket) if slot.home is old]
         for slot in held:
@@ -456,6 +469,7 @@ class GradStore:
             return
         self._updates.pop(bucket.id, None)
         if all(slot.state is GradState.TAKEN for slot in self._slots_in(bucket)):
+            self._land(bucket.segments)
             self.homes.drop(bucket)
 
     def abandon(self) -> None:
@@ -471,21 +485,4 @@ class GradStore:
         """Forget arrivals and finish transfers (after an error, or at the end)."""
         self._pending.clear()
         self.ring.close()
-
-
-def norms_of(params: Iterable[nn.Parameter]) -> list[float]:
-    """Return the 2-norm of every gradient; waits for the device once."""
-    grads = [g for g in map(get_grad, params) if g is not None]
-    wide = (g if isinstance(g, LazyGrad) else g.float() for g in grads)
-    return read_together([torch.linalg.vector_norm(grad, 2.0) for grad in wide])
-
-
-def read_together(numbers: Sequence[torch.Tensor]) -> list[float]:
-    """Return scalars on any devices as numbers; waits for each device once."""
-    found = [0.0] * len(numbers)
-    for place in dict.fromkeys(number.device for number in numbers):
-        mine = [i for i, number in enumerate(numbers) if number.device == place]
-        values = torch.stack([numbers[i] for i in mine]).tolist()
-        for i, value in zip(mine, values, strict=True):
-            found[i] = value
-    return found
+        self._landings.clear()

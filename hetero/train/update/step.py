@@ -22,8 +22,9 @@ from hetero.errors import StorageError, too_early
 from hetero.events import EventLog, What
 from hetero.jobs import Job, Portable, Slice, Worker
 from hetero.memory.layout import Bucket
+from hetero.train.gradients.clip import norms_of
 from hetero.train.gradients.slot import GradSlot
-from hetero.train.gradients.store import GradStore, LossScaling, norms_of
+from hetero.train.gradients.store import GradStore, LossScaling
 from hetero.train.update.arithmetic import Update
 from hetero.train.update.draft import Drafts, Settings
 from hetero.train.update.masters import LossScaler
