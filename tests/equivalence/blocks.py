@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 import hetero
 from hetero.api import engine_of, prepare_tuned
 from hetero.config import Config
-from hetero.device import Device
+from hetero.device import Device, SimDevice
 from hetero.jobs import Slice, Worker
 from hetero.train.engine.engine import Engine
 from hetero.train.engine.paged import Paged
@@ -108,6 +109,21 @@ class Run:
             found += [torch.as_tensor(kept[k]) for k in sorted(kept)]
         found += state.get("masters", {}).values()
         return b"".join(raw(v.detach().cpu().clone()).numpy().tobytes() for v in found)
+
+
+def sim_run(hbm: int, *, homes_on_hbm: bool = True, **settings: Any) -> Run:
+    device = SimDevice(seed=1, checked=True)
+    return Run(device, hbm, homes_on_hbm=homes_on_hbm, **settings)
+
+
+def pair(hbm: int, train: Callable[[Run], None], **settings: Any) -> Run:
+    """Train with homes on HBM and without; every bit must be the same."""
+    with_homes, without = sim_run(hbm, **settings), sim_run(hbm, homes_on_hbm=False, **settings)
+    for run in (with_homes, without):
+        train(run)
+    assert with_homes.bits() == without.bits()
+    assert not without.on_hbm
+    return with_homes
 
 
 def check_save_under_way(run: Run, again: Run, folder: Path) -> None:

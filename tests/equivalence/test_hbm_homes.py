@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,9 +20,10 @@ from tests.equivalence.blocks import (
     UNIT,
     UNITS,
     WIDTH,
-    Blocks,
     Run,
     check_save_under_way,
+    pair,
+    sim_run,
 )
 from tests.equivalence.harness import adamw, compare, measure, sgd
 from tests.equivalence.meddling import BLOCKS, Meddles, nine_steps
@@ -48,21 +48,6 @@ def test_weights_are_read_at_home_for_units_whose_activations_are_not_kept(
     device = SimDevice(seed=3, checked=True)
     tuning = Tuning(homes_on_hbm=True)
     compare(case, sgd, hbm=hbm, device=device, tuning=tuning, activations=policy)
-
-
-def sim_run(hbm: int, *, homes_on_hbm: bool = True, **settings: Any) -> Run:
-    device = SimDevice(seed=1, checked=True)
-    return Run(device, hbm, homes_on_hbm=homes_on_hbm, **settings)
-
-
-def pair(hbm: int, train: Callable[[Run], None], **settings: Any) -> Run:
-    """Train with homes on HBM and without; every bit must be the same."""
-    with_homes, without = sim_run(hbm, **settings), sim_run(hbm, homes_on_hbm=False, **settings)
-    for run in (with_homes, without):
-        train(run)
-    assert with_homes.bits() == without.bits()
-    assert not without.on_hbm
-    return with_homes
 
 
 def six_steps(run: Run) -> None:
@@ -148,30 +133,6 @@ def test_sums_that_begin_in_a_later_step_find_room_next_to_coded_weights(share: 
     assert all(torch.equal(there[name], home[name]) for name in home)
 
 
-@pytest.mark.parametrize("share", [0.9, 1.0, 1.1])
-def test_states_that_begin_after_a_skipped_step_find_room_next_to_sums(share: float) -> None:
-    """Homes that make room for sums have left when the second step makes states."""
-
-    def trained(homes_on_hbm: bool) -> dict[str, Tensor]:
-        torch.manual_seed(5)
-        blocks = Blocks()
-        sgd = torch.optim.SGD(blocks.parameters(), lr=0.01, momentum=0.9)
-        device = SimDevice(seed=1, checked=True)
-        settings = {"precision": "fp16", "activations": "keep", "chunk_bytes": 4096}
-        config = Config.load(device=device, hbm=int(share * SOME), **settings)
-        model, optimizer = prepare_tuned(blocks, sgd, config, Tuning(homes_on_hbm=homes_on_hbm))
-        for number in range(4):
-            generator = torch.Generator().manual_seed(number)
-            x = torch.randn(2 if number else 30, WIDTH, generator=generator).half()
-            hetero.backward(model(x).float().square().sum())
-            optimizer.step()  # the first one overflows
-            optimizer.zero_grad(set_to_none=False)
-        return {name: value.clone() for name, value in model.state_dict().items()}
-
-    there, home = trained(True), trained(False)
-    assert all(torch.equal(there[name], home[name]) for name in home)
-
-
 def test_what_is_on_hbm_crosses_no_link_and_is_read_where_it_is() -> None:
     run = sim_run(SOME)
     six_steps(run)
@@ -200,39 +161,6 @@ def test_homes_are_charged_where_they_are() -> None:
     assert at(Tier.HOST, Kind.PARAM, "param") and at(Tier.HOST, Kind.GRAD, "grad")
     assert at(Tier.HBM, Kind.GRAD, "grad")
     assert ledger.peak(Tier.HBM) <= SOME
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_states_of_homes_that_go_up_are_never_in_ram(precision: str) -> None:
-    run = pair(SOME, lambda run: run.step(0, clip=1.0), precision=precision)
-    without = sim_run(SOME, homes_on_hbm=False, precision=precision)
-    without.step(0)
-    peak, usual = (r.engine.setup.ledger.peak(Tier.HOST) for r in (run, without))
-
-    assert run.on_hbm and peak <= usual - len(run.on_hbm) * 2 * 4 * UNIT
-
-
-def test_states_that_were_not_sized_are_made_in_ram_first() -> None:
-    """Settings that changed since `prepare` ask for more of them: there may be no room."""
-
-    def train(run: Run) -> None:
-        run.optimizer.param_groups[0].update(amsgrad=True)
-        for number in range(4):
-            run.step(number)
-
-    run = pair(SOME, train, precision="bf16")
-    assert run.most
-
-
-def test_a_schedule_that_begins_at_nothing_lets_homes_go_up() -> None:
-    run = sim_run(SOME, precision="bf16")
-    without = sim_run(SOME, homes_on_hbm=False, precision="bf16")
-    for each in (run, without):
-        each.optimizer.param_groups[0]["lr"] = 0.0
-        each.step(0)
-    peak, usual = (r.engine.setup.ledger.peak(Tier.HOST) for r in (run, without))
-
-    assert run.on_hbm and peak < usual and run.bits() == without.bits()
 
 
 def test_homes_move_after_gradients_that_were_taken_away_have_landed() -> None:

@@ -57,7 +57,7 @@ class Budget:
     sums: SumSpace = NO_SUMS
     """For sums over ranks at homes on the device; a part of the buffers."""
     division: Division | None = None
-    """How HBM is divided since the last border; None before activations were measured."""
+    """How HBM is divided since the last step; None before activations were measured."""
     divisible: Hbm = field(init=False)
     """The sizes by which HBM is divided."""
 

@@ -1,4 +1,4 @@
-"""Divides the HBM of a paged model: measure, divide, apply at every border (floor 2)."""
+"""Divides the HBM of a paged model: measure, divide, apply in every step (floor 2)."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from hetero.train.engine.room import Room
 from hetero.train.engine.setup import Setup
 from hetero.train.engine.tradeoff import Tradeoff
 from hetero.train.engine.trained import Trained
+from hetero.train.model.host_work import host_work
 from hetero.types import Lane
 
 
@@ -129,16 +130,19 @@ class HbmDivision:
     def _may_stay(self) -> bool:
         return self.is_asked and not self._setup.budget.spills
 
-    # -- at a border -----------------------------------------------------------------------------
+    # -- between two steps -----------------------------------------------------------------------
 
     def fits_whole(self, division: Division) -> bool:
         """Whether the whole model fits with a division's activations, and may stay."""
         return self._may_stay and self._setup.budget.holds_everything(division.moving_bytes)
 
     def apply(self, division: Division) -> None:
-        """Apply a division, once; if a view is held, the next call tries again."""
+        """Apply a division, once; if a frame is held, the next call tries again."""
         if self._setup.budget.division is division:
             return
+        self._ring.limit_bytes = min(self._ring.limit_bytes, division.ring_bytes)
+        with host_work():
+            self._ring.poll()  # before frames and homes take the room of gradients on their way
         self.rehoming.lower(division.on_hbm)
         if not division.passage_bytes:  # before frames are made in its place
             self.rehoming.let_pass(0)

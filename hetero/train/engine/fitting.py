@@ -305,7 +305,7 @@ class Fitting:
     # -- a step ----------------------------------------------------------------------------------
 
     def divide(self) -> Division:
-        """Return the division of HBM until the next border, by measurements since the last one.
+        """Return the division of HBM until the next step, by measurements since the last one.
 
         Raises OutOfMemory, before any update, if HBM does not hold it and no choice is left.
         """

@@ -137,7 +137,7 @@ class Paged:
         self.runtime.quiesce()
 
     def divide(self, groups: Sequence[Group]) -> Division:
-        """Return how HBM is divided from the border on; raises OutOfMemory.
+        """Return how HBM is divided from here on; raises OutOfMemory.
 
         Ranks compare what they are about to step, by an optimizer's ``groups``.
         """
@@ -160,6 +160,10 @@ class Paged:
         if not self.hbm.fits_whole(division):
             self.frames.shed()
             self.hbm.apply(division)
+
+    def come_down(self) -> None:
+        """Let homes leave HBM, but for those that the user's code holds."""
+        self.hbm.rehoming.lower(())
 
     def seal(self) -> None:
         """The step of early updates is made."""

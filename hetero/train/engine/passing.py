@@ -24,7 +24,7 @@ KEPT = 0.95  # of the updates' time without it, as measured: weights wait for wh
 LEAST_SHARE = 1 / 50  # of updates; less is not worth page-locking
 HBM_SHARE = 64  # of it, at most, for slots
 ASKED = 4  # in place of that, in tests
-PATIENCE = 4  # borders at which it is open until slices have passed
+PATIENCE = 4  # steps that find it open until slices have passed
 
 
 class Trust(Enum):
@@ -57,7 +57,7 @@ class Passing:
         self.last_numel = 0
         """Parameters whose last update passed."""
         self._passed_numel = 0  # since the beginning, as the step began
-        self._borders = 0  # at which it was open, while it is tried
+        self._times_open = 0  # in a row of steps, while it is tried
         self._buckets = passing_buckets(setup)
         sizes = [-(-bytes_of(setup.blueprint, b, sums=True) // b.numel) for b in self._buckets]
         self._element_bytes = max(sizes, default=1)
@@ -107,7 +107,7 @@ class Passing:
             self._note(
                 f"updates take {pace.passing / alone:.2f} of the time if some pass through HBM"
             )
-        elif self._borders > PATIENCE:
+        elif self._times_open > PATIENCE:
             self._drop()
             self._note("no update could pass through HBM")
 
@@ -126,8 +126,8 @@ class Passing:
         self._lock()
         if self.may_be_chosen and self.trust is Trust.UNTRIED:
             self._move(Trust.TRIED)
-            self._borders = 0
-        self._borders += 1
+            self._times_open = 0
+        self._times_open += 1
 
     def count(self) -> None:
         """A step begins: note what passed since the last one."""

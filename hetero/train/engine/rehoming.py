@@ -1,4 +1,4 @@
-"""Moves the homes of whole buckets between HOST and HBM, at borders and before a peak (floor 2)."""
+"""Moves the homes of whole buckets between HOST and HBM, in steps and before a peak (floor 2)."""
 
 from __future__ import annotations
 

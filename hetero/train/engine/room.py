@@ -1,6 +1,6 @@
 """The room that activations have on HBM, and frames that give way to it (floor 2).
 
-One place changes the number of frames and charges activations: `apply` at a border, `fits` and
+One place changes the number of frames and charges activations: `apply` between steps, `fits` and
 `lower` before a peak, `spare` and `resume` while nothing computes.
 """
 
@@ -165,7 +165,7 @@ class Room:
         """The bytes that frames and homes leave."""
         return self.hbm.left_bytes(self.frames.limit) - self.homes.n_bytes
 
-    # -- at a border -----------------------------------------------------------------------------
+    # -- between two steps -----------------------------------------------------------------------
 
     def apply(self, division: Division) -> bool:
         """Have a division's frames and charge the rest; False, and nothing done, if one is held."""

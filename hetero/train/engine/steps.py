@@ -55,7 +55,7 @@ class NoSteps:
         self.residence = residence
 
     def make(self, optimizer: Optimizer, clip: Clip) -> Division | None:
-        """Make a step; returns the division of HBM from the border on, if there is one."""
+        """Make a step; returns the division of HBM from here on, if there is one."""
         return None
 
     @property
@@ -151,7 +151,7 @@ class HomeSteps(NoSteps):
     # -- a step ----------------------------------------------------------------------------------
 
     def make(self, optimizer: Optimizer, clip: Clip) -> Division | None:
-        """Close a step and begin its updates; returns the division of HBM from the border on."""
+        """Close a step and begin its updates; returns the division of HBM from here on."""
         self._begun = False
         try:
             return self._make(optimizer, clip)
@@ -171,8 +171,8 @@ class HomeSteps(NoSteps):
         # 1. gradients and written parameters come home; norm, clip and settings are closed
         residence.quiesce()
         division = residence.divide(optimizer.param_groups)  # if it raises, nothing is updated
-        if isinstance(residence, Paged) and division is not None and self._may_place(optimizer):
-            residence.place(division)
+        if isinstance(residence, Paged) and division is not None and not stepper.early:
+            self._place(residence, division, optimizer)
         seen = self._seen(optimizer)
         updates = stepper.close(optimizer.param_groups, optimizer.known_state, clip)
         begun = self._seal()
@@ -193,11 +193,15 @@ class HomeSteps(NoSteps):
             self._hurry()
         return division
 
-    def _may_place(self, optimizer: Optimizer) -> bool:
-        """Whether homes may move before their update: none of it has begun, and settings ask for
-        the states that homes were sized for."""
+    def _place(self, residence: Paged, division: Division, optimizer: Optimizer) -> None:
+        """Move homes before their updates, of which none has begun. If settings ask for states for
+        which HBM was not divided, homes come down, and these are made in RAM."""
         now = set(map(sizing, optimizer.param_groups))
-        return not self.stepper.early and now <= self._sized_for
+        if now <= self._sized_for:
+            residence.place(division)
+        else:
+            residence.come_down()
+            self._sized_for |= now
 
     def _hurry(self) -> None:
         """Let updates that began in the order of backward go on in that of the next forward.

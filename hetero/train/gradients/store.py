@@ -174,7 +174,8 @@ class GradStore:
                 made = self.ring.mark()  # all of them are there by now
                 for index, is_held in zip(indices, held, strict=True):
                     self._flush(index, held=is_held, made=made)
-        self.ring.poll()
+        with host_work():  # a copy that has landed may be added here and now
+            self.ring.poll()
 
     def pass_ended(self) -> None:
         """A backward pass is over, and its gradients were flushed."""
@@ -329,12 +330,12 @@ class GradStore:
         old = self._slot(segment)
         if old is not None:
             old.keep()
-        self._land([segment])
+        self._land_copies([segment])
         job = self._updates.pop(self._layout.home[segment.index][0], None)
         if job is not None:
             job.wait()
 
-    def _land(self, segments: Iterable[Segment]) -> None:
+    def _land_copies(self, segments: Iterable[Segment]) -> None:
         """Wait for copies home: a gradient that was taken away may be on its way still."""
         for segment in segments:
             landing = self._landings.pop(segment.index, None)
@@ -357,7 +358,7 @@ class GradStore:
                 self.homes.write(wide, held.segment, exact)
                 held.unscale_stored()
             held.home = wide
-        self._land(bucket.segments)
+        self._land_copies(bucket.segments)
         self.homes.store.drop(GRAD, bucket.id)
 
     def _slot(self, segment: Segment) -> GradSlot | None:
@@ -448,7 +449,7 @@ class GradStore:
     def rehome(self, name: str, bucket: Bucket) -> None:
         """Move a bucket's gradients to the tier that their homes now have; free an empty home."""
         store = self.homes.store
-        self._land(bucket.segments)
+        self._land_copies(bucket.segments)
         old = store.homes[name, bucket.id]
         held = [slot for slot in self._slots_in(bucket) if slot.home is old]
         for slot in held:
@@ -469,7 +470,7 @@ class GradStore:
             return
         self._updates.pop(bucket.id, None)
         if all(slot.state is GradState.TAKEN for slot in self._slots_in(bucket)):
-            self._land(bucket.segments)
+            self._land_copies(bucket.segments)
             self.homes.drop(bucket)
 
     def abandon(self) -> None:

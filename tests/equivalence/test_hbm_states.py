@@ -1,0 +1,95 @@
+"""States that appear where their homes are, on HBM or in RAM, as optimizers and steps change."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import hetero
+from hetero.api import prepare_tuned
+from hetero.config import Config
+from hetero.device import SimDevice
+from hetero.train.engine.tuning import Tuning
+from hetero.types import Tier
+from tests.equivalence.blocks import DTYPES, SOME, UNIT, WIDTH, Blocks, Run, pair, sim_run
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_states_of_homes_that_go_up_are_never_in_ram(precision: str) -> None:
+    run = pair(SOME, lambda run: run.step(0, clip=1.0), precision=precision)
+    without = sim_run(SOME, homes_on_hbm=False, precision=precision)
+    without.step(0)
+    peak, usual = (r.engine.setup.ledger.peak(Tier.HOST) for r in (run, without))
+
+    assert run.on_hbm and peak <= usual - len(run.on_hbm) * 2 * 4 * UNIT
+
+
+def test_states_that_were_not_sized_are_made_in_ram_first() -> None:
+    """Settings that changed since `prepare` ask for more of them: there may be no room."""
+
+    def train(run: Run) -> None:
+        run.optimizer.param_groups[0].update(amsgrad=True)
+        for number in range(4):
+            run.step(number)
+
+    run = pair(SOME, train, precision="bf16")
+    assert run.most
+
+
+def test_a_schedule_that_begins_at_nothing_lets_homes_go_up() -> None:
+    run = sim_run(SOME, precision="bf16")
+    without = sim_run(SOME, homes_on_hbm=False, precision="bf16")
+    for each in (run, without):
+        each.optimizer.param_groups[0]["lr"] = 0.0
+        each.step(0)
+    peak, usual = (r.engine.setup.ledger.peak(Tier.HOST) for r in (run, without))
+
+    assert run.on_hbm and peak < usual and run.bits() == without.bits()
+
+
+class WithMomentum:
+    """Blocks that SGD trains with momentum, in fp16 or another precision."""
+
+    def __init__(self, homes_on_hbm: bool, share: float, precision: str, momentum: float) -> None:
+        torch.manual_seed(5)
+        blocks = Blocks()
+        sgd = torch.optim.SGD(blocks.parameters(), lr=0.01, momentum=momentum)
+        device = SimDevice(seed=1, checked=True)
+        settings = {"precision": precision, "activations": "keep", "chunk_bytes": 4096}
+        config = Config.load(device=device, hbm=int(share * SOME), **settings)
+        self.model, self.optimizer = prepare_tuned(
+            blocks, sgd, config, Tuning(homes_on_hbm=homes_on_hbm)
+        )
+        self.dtype = DTYPES[precision]
+
+    def step(self, number: int, rows: int = 2) -> None:
+        x = torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(number))
+        hetero.backward(self.model(x.to(self.dtype)).float().square().sum())
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=False)
+
+    def has_weights_of(self, other: WithMomentum) -> bool:
+        found, expected = self.model.state_dict(), other.model.state_dict()
+        return all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("share", [0.9, 1.0, 1.1])
+def test_states_that_begin_after_a_skipped_step_find_room_next_to_sums(share: float) -> None:
+    """Homes that make room for sums have left when the second step makes states."""
+    there, home = (WithMomentum(up, share, "fp16", 0.9) for up in (True, False))
+    for run in (there, home):
+        for number in range(4):
+            run.step(number, 2 if number else 30)  # the first one overflows
+    assert there.has_weights_of(home)
+
+
+@pytest.mark.parametrize("share", [0.8, 1.0, 1.2])
+@pytest.mark.parametrize("precision", DTYPES)
+def test_states_that_begin_once_homes_are_on_hbm_find_room(precision: str, share: float) -> None:
+    """A schedule of momentum begins at none: HBM was divided without it."""
+    there, home = (WithMomentum(up, share, precision, 0.0) for up in (True, False))
+    for run in (there, home):
+        for number in range(8):
+            run.optimizer.param_groups[0]["momentum"] = 0.1 * max(0, number - 3)
+            run.step(number)
+    assert there.has_weights_of(home)
