@@ -149,6 +149,24 @@ def test_a_function_of_the_users_reaches_the_names_that_may_be_state() -> None:
     assert reach.named(np.median.__wrapped__) == ()  # type: ignore[attr-defined]
 
 
+def test_a_global_with_the_name_of_an_attribute_is_not_reached() -> None:
+    """It may be the program's data set."""
+    weight, shift, scale = torch.zeros(3), [1.0], [2.0]
+    space = {"weight": weight, "shift": shift, "scale": scale}
+    code = """
+def forward(self, x):
+    def shifted(y):
+        global shift
+        shift = shift[:]
+        return y + shift[0]
+
+    return [shifted(self.weight * x) * scale[0] for _ in range(2)]
+"""
+    exec(code, space)
+    ((found, names),) = Reach().named(space["forward"])
+    assert found is space and set(names) == {"shift", "scale"}
+
+
 def test_tables_of_hooks_live_while_they_are_told_apart() -> None:
     module = torch.nn.Linear(2, 2)
     module.weight.register_post_accumulate_grad_hook(lambda param: None)

@@ -5,6 +5,7 @@ Code of installed packages is assumed to keep no state outside its objects.
 
 from __future__ import annotations
 
+import dis
 import functools
 import sys
 import weakref
@@ -29,6 +30,9 @@ CODE = (
     *(staticmethod, classmethod, property, functools.cached_property),
     type(functools.lru_cache(lambda: None)),
 )
+
+GLOBAL_CODES = ("_GLOBAL", "_GLOBALS", "LOAD_NAME", "STORE_NAME", "DELETE_NAME")
+"""How operations of the interpreter end that read or write a global, or perhaps one."""
 
 Names = tuple[dict[str, Any], tuple[str, ...]]
 
@@ -55,15 +59,16 @@ class Reach:
         if found is None and is_trusted(function):
             found = self._named[function.__code__] = ()
         if found is None:
-            names = tuple(dict.fromkeys(_names_in(function.__code__)))
-            spaces = [function.__globals__]
+            code, own = function.__code__, function.__globals__
+            globals_, names = tuple(_globals_in(code)), tuple(dict.fromkeys(_names_in(code)))
+            spaces = [(own, globals_)]
             spaces += [
-                vars(value)
-                for name in names
-                if isinstance(value := function.__globals__.get(name), ModuleType)
+                (vars(value), names)
+                for name in globals_
+                if isinstance(value := own.get(name), ModuleType)
                 and not _is_library(value.__name__, getattr(value, "__file__", None) or "")
             ]
-            found = tuple((space, _own_names(space, names)) for space in spaces)
+            found = tuple((space, _own_names(space, read)) for space, read in spaces)
             self._named[function.__code__] = found
         return found
 
@@ -107,10 +112,28 @@ def _is_library(name: str, path: str) -> bool:
 
 
 def _names_in(code: CodeType) -> Iterator[str]:
-    yield from code.co_names
+    """Yield the names of globals and of attributes in code."""
+    for part in _parts_of(code):
+        yield from part.co_names
+
+
+def _globals_in(code: CodeType) -> dict[str, None]:
+    """Return the names of globals in code; one that is an attribute only may be the program's own
+    name of something large."""
+    return {
+        str(step.argval): None
+        for part in _parts_of(code)
+        for step in dis.get_instructions(part)
+        if step.opname.endswith(GLOBAL_CODES)
+    }
+
+
+def _parts_of(code: CodeType) -> Iterator[CodeType]:
+    """Yield code and all that is nested in it: comprehensions, functions, classes."""
+    yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _names_in(constant)
+            yield from _parts_of(constant)
 
 
 class Attributes(MutableMapping[str, Any]):
