@@ -60,11 +60,11 @@ class Reach:
             found = self._named[function.__code__] = ()
         if found is None:
             code, own = function.__code__, function.__globals__
-            globals_, names = tuple(_globals_in(code)), tuple(dict.fromkeys(_names_in(code)))
-            spaces = [(own, globals_)]
+            globals_in, names = tuple(_globals_in(code)), tuple(dict.fromkeys(_names_in(code)))
+            spaces = [(own, globals_in)]
             spaces += [
                 (vars(value), names)
-                for name in globals_
+                for name in globals_in
                 if isinstance(value := own.get(name), ModuleType)
                 and not _is_library(value.__name__, getattr(value, "__file__", None) or "")
             ]

@@ -171,10 +171,13 @@ class HomeSteps(NoSteps):
         # 1. gradients and written parameters come home; norm, clip and settings are closed
         residence.quiesce()
         division = residence.divide(optimizer.param_groups)  # if it raises, nothing is updated
+        new: set[str] = set()
         if isinstance(residence, Paged) and division is not None and not stepper.early:
-            self._place(residence, division, optimizer)
+            new = self._place(residence, division, optimizer)
         seen = self._seen(optimizer)
         updates = stepper.close(optimizer.param_groups, optimizer.known_state, clip)
+        if not stepper.skipped:
+            self._sized_for |= new  # their states are counted from now on
         begun = self._seal()
         # 2. versions move as they would in place
         touched = [index for update in (*begun, *updates) for index in update.touched]
@@ -193,15 +196,16 @@ class HomeSteps(NoSteps):
             self._hurry()
         return division
 
-    def _place(self, residence: Paged, division: Division, optimizer: Optimizer) -> None:
+    def _place(self, residence: Paged, division: Division, optimizer: Optimizer) -> set[str]:
         """Move homes before their updates, of which none has begun. If settings ask for states for
-        which HBM was not divided, homes come down, and these are made in RAM."""
-        now = set(map(sizing, optimizer.param_groups))
-        if now <= self._sized_for:
-            residence.place(division)
-        else:
+        which HBM was not divided, homes come down, and these are made in RAM; returns such
+        settings."""
+        new = set(map(sizing, optimizer.param_groups)) - self._sized_for
+        if new:
             residence.come_down()
-            self._sized_for |= now
+        else:
+            residence.place(division)
+        return new
 
     def _hurry(self) -> None:
         """Let updates that began in the order of backward go on in that of the next forward.
