@@ -111,7 +111,7 @@ def test_settings_given_by_name_win_over_the_source() -> None:
 
 def test_a_config_cannot_be_changed() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
-        Config.load().hbm = 1  # type: ignore[misc]
+        Config.load().hbm = 1
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def test_an_unknown_key_like_no_other_gets_no_guess() -> None:
 
 def test_a_key_that_is_no_string_is_an_unknown_setting() -> None:
     with pytest.raises(hetero.ConfigError, match=r"unknown setting .5"):
-        Config.load({5: 1})  # type: ignore[dict-item]
+        Config.load({5: 1})
 
 
 def test_every_setting_has_a_check() -> None:
@@ -190,7 +190,7 @@ def test_units_that_are_no_list_of_names_are_refused(units: object) -> None:
 @pytest.mark.parametrize("source", [5, ["hbm"], b"x.toml", object()], ids=type)
 def test_a_config_that_is_no_mapping_is_refused(source: object) -> None:
     with pytest.raises(hetero.ConfigError, match=type(source).__name__):
-        Config.load(source)  # type: ignore[arg-type]
+        Config.load(source)
 
 
 def test_a_mapping_is_left_as_it_was() -> None:

@@ -38,7 +38,7 @@ def filled(n_bytes: int, value: int) -> torch.Tensor:
 
 def lazy(**settings: object) -> SimDevice:
     """Return a device on which nothing moves before somebody waits."""
-    return SimDevice(lazy=0.0, **settings)  # type: ignore[arg-type]
+    return SimDevice(lazy=0.0, **settings)
 
 
 # -- slabs ---------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ class Net(nn.Module):
         self.head = nn.Linear(4, 10, bias=False)
         self.head.weight = self.embed.weight
         self.scale = nn.Parameter(torch.ones(4), requires_grad=False)
-        self.scale.no_decay = True  # type: ignore[attr-defined]
+        self.scale.no_decay = True
         self.mark = Marked(torch.zeros(2))
         self.norm = nn.BatchNorm1d(4)
         self.register_buffer("mask", torch.tril(torch.ones(3, 3)))
@@ -55,7 +55,7 @@ def test_parameters_are_on_meta_and_buffers_hold_the_values_of_a_plain_build() -
 def test_class_attributes_and_freezing_come_along() -> None:
     with hetero.empty_init():
         scale = nn.Parameter(torch.ones(4), requires_grad=False)
-        scale.no_decay = True  # type: ignore[attr-defined]
+        scale.no_decay = True
         model = Net()
         model.other = scale
 
@@ -150,10 +150,10 @@ def test_a_block_under_somebody_elses_patch_does_nothing_once_it_is_closed() -> 
     try:
         with hetero.empty_init():
             ours = nn.Module.register_parameter
-            nn.Module.register_parameter = lambda *a: ours(*a)  # type: ignore
+            nn.Module.register_parameter = lambda *a: ours(*a)
         assert devices(Net()) == {"cpu"}
     finally:
-        nn.Module.register_parameter = PLAIN  # type: ignore[method-assign]
+        nn.Module.register_parameter = PLAIN
 
 
 INITS: list[Callable[[torch.Tensor], Any]] = [
@@ -218,7 +218,7 @@ def test_what_is_no_plain_tensor_stays_as_it_is() -> None:
 
 def test_what_torch_refuses_is_refused_in_its_words() -> None:
     with hetero.empty_init(), pytest.raises(TypeError, match="cannot assign"):
-        nn.Module().register_parameter("w", torch.zeros(3))  # type: ignore[arg-type]
+        nn.Module().register_parameter("w", torch.zeros(3))
     with hetero.empty_init(), pytest.raises(KeyError, match="empty string"):
         nn.Module().register_parameter("", nn.Parameter(torch.zeros(3)))
 

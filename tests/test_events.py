@@ -29,7 +29,7 @@ def ticking() -> EventLog:
 
 
 def on_thread(call: object) -> None:
-    thread = threading.Thread(target=call)  # type: ignore[arg-type]
+    thread = threading.Thread(target=call)
     thread.start()
     thread.join()
 

@@ -231,7 +231,7 @@ class Lazy(torch.Tensor):
         return self
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
+    def __torch_dispatch__(
         cls,
         func: Any,
         types: Sequence[type],

@@ -87,7 +87,7 @@ def make(
 
 
 def train(model: nn.Module, optimizer: Any, scheduler: Any, steps: int) -> list[float]:
-    dtype = next(p for p in model.blocks.parameters()).dtype  # type: ignore[union-attr]
+    dtype = next(p for p in model.blocks.parameters()).dtype
     losses = []
     for _ in range(steps):
         loss = model(torch.randn(8, WIDTH).to(dtype)).float().pow(2).mean()
@@ -209,7 +209,7 @@ def write_states(model: nn.Module, optimizer: Any) -> None:
 
 
 def write_data(model: nn.Module, optimizer: Any) -> None:
-    for param in model.blocks.parameters():  # type: ignore[union-attr]
+    for param in model.blocks.parameters():
         param.data.zero_()
 
 

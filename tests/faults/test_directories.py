@@ -206,12 +206,12 @@ def test_a_file_of_others_in_a_dead_attempt_stays(tmp_path: Path, root: Folder) 
 
 def test_an_existing_step_is_refused_and_nothing_is_made(tmp_path: Path, root: Folder) -> None:
     save(root, 1)
-    made = len(root._io.log)  # type: ignore[attr-defined]
+    made = len(root._io.log)
 
     with pytest.raises(CheckpointError, match="step-1 is there already") as failure:
         Writer(root, 1, SMALL)
 
-    done = {op.op for op in root._io.log[made:]}  # type: ignore[attr-defined]
+    done = {op.op for op in root._io.log[made:]}
     assert done <= {"stat"}
     assert "overwrites nothing" in failure.value.advice
     assert load(tmp_path) == contents(1)

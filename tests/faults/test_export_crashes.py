@@ -53,7 +53,7 @@ def net(seed: int) -> nn.Module:
     for name in "ab":
         made.register_parameter(name, nn.Parameter(torch.randn(3, generator=seeded)))
     made.config = Seeded(seed)
-    return made  # type: ignore[no-any-return]
+    return made
 
 
 class NoExchange(Recorder):

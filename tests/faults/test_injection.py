@@ -191,7 +191,7 @@ def test_a_sync_that_fails_is_not_tried_again_on_the_same_file(fresh: Fresh, op:
 def test_a_drive_that_lies_about_a_write_is_found_out_by_the_load(fresh: Fresh, how: str) -> None:
     for _, k in each_operation(fresh, ["write"]):
         path, plan = fresh(), Quick()
-        plan.lie_at(k, how)  # type: ignore[arg-type]
+        plan.lie_at(k, how)
         save_and_retain(path, plan, 3)
 
         assert plan.fired

@@ -207,7 +207,7 @@ def test_what_is_missing_is_initialised_and_reported_as_ever(tmp_path: Path) -> 
     def loaded(load: Callable[[], nn.Module]) -> tuple[nn.Module, list[str]]:
         said: list[str] = []
         handler = logging.Handler()
-        handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+        handler.emit = lambda record: said.append(record.getMessage())
         log = logging.getLogger("transformers")
         log.addHandler(handler)
         torch.manual_seed(5)

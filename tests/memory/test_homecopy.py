@@ -56,7 +56,7 @@ def test_an_update_is_waited_for_and_leaves_the_home_clean() -> None:
 
 def test_a_home_in_ram_asks_nothing_of_the_disk() -> None:
     copy = make_copy()
-    copy._pool = None  # type: ignore[assignment]
+    copy._pool = None
     assert not copy.is_busy(resident=False)
 
 

@@ -525,7 +525,7 @@ def test_what_somebody_waits_for_by_then_is_done_first() -> None:
     threads.submit(Lane.READ, 1, gate.stand, lambda: False)
     assert gate.began.wait(10)
     for name in "abcdef":
-        threads.submit(Lane.READ, 1, gate.note(name), lambda name=name: name in waited)  # type: ignore[misc]
+        threads.submit(Lane.READ, 1, gate.note(name), lambda name=name: name in waited)
     waited |= {"e", "c"}  # after it was submitted
 
     gate.opened.set()

@@ -133,7 +133,7 @@ def make_pool(
     pool = Pool(nvme, n_extents * NUMEL, extent_numel=NUMEL, n_threads=2, executor=executor)
     if isinstance(executor, Late):
         pool._changed = turns = Turns(executor)
-        pool._wait = turns.until  # type: ignore[method-assign]
+        pool._wait = turns.until
     return pool
 
 
@@ -535,10 +535,10 @@ def test_a_thread_that_is_interrupted_while_it_waits_holds_nothing(disk: Path, l
     def interrupt(happened: Callable[[], bool], seconds: float | None = None) -> bool:
         raise KeyboardInterrupt
 
-    waits, pool._wait = pool._wait, interrupt  # type: ignore[method-assign]
+    waits, pool._wait = pool._wait, interrupt
     with pytest.raises(KeyboardInterrupt), pool.pin(home.request(0, 3, PinUse.WRITE)):
         pass
-    pool._wait = waits  # type: ignore[method-assign]
+    pool._wait = waits
 
     assert not any(extent.pins for extent in home.extents.all)
     late.finish()

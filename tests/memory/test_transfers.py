@@ -35,7 +35,7 @@ def three(log: list[str]) -> tuple[Transfers[None], list[Flying]]:
     transfers: Transfers[None] = Transfers()
     ends = [Flying(log, name) for name in "abc"]
     for end, name in zip(ends, "ABC", strict=True):
-        transfers.queue(end, None, n_bytes=10, then=lambda name=name: log.append(name))  # type: ignore[misc]
+        transfers.queue(end, None, n_bytes=10, then=lambda name=name: log.append(name))
     return transfers, ends
 
 

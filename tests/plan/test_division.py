@@ -107,7 +107,7 @@ def test_a_division_does_not_change_with_the_policies_that_it_was_made_for() -> 
     policies[0] = OFFLOAD
     assert found.policies == {0: KEEP}
     with pytest.raises(dataclasses.FrozenInstanceError):
-        found.frames = 1  # type: ignore[misc]
+        found.frames = 1
 
 
 @given(cases(), st.integers(0, 2**20), st.booleans())

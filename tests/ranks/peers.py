@@ -145,8 +145,8 @@ def a_part_alone_then_the_root(loop: Loop) -> Values:
 
     def loss_at(step: int, rank: int) -> torch.Tensor:
         if step % 2:
-            return model(batch(step, rank)).pow(2).mean()  # type: ignore[no-any-return]  # untyped model
-        return model.layers[1](batch(step, rank, width=15)).pow(2).mean()  # type: ignore[no-any-return]  # untyped model
+            return model(batch(step, rank)).pow(2).mean()  # untyped model
+        return model.layers[1](batch(step, rank, width=15)).pow(2).mean()  # untyped model
 
     return steps(loop, model, optimizer, loss_at)
 
@@ -182,7 +182,7 @@ def an_output_that_the_loss_does_not_use(loop: Loop) -> Values:
     def loss_at(step: int, rank: int) -> torch.Tensor:
         one, other = model(batch(step, rank))
         loss = one.pow(2).mean()
-        return loss if step >= 2 else loss + other.pow(2).mean()  # type: ignore[no-any-return]  # untyped model
+        return loss if step >= 2 else loss + other.pow(2).mean()  # untyped model
 
     return steps(loop, model, optimizer, loss_at)
 
@@ -245,7 +245,7 @@ def weights_loaded_between_forwards(loop: Loop) -> Values:
     view = model.state_dict()["layers.0.weight"]
 
     def loss_at(step: int, rank: int) -> torch.Tensor:
-        return model(batch(step, rank)).pow(2).mean()  # type: ignore[no-any-return]  # untyped model
+        return model(batch(step, rank)).pow(2).mean()  # untyped model
 
     loop.backward(lambda rank: loss_at(0, rank))
     model.load_state_dict(start)
@@ -289,7 +289,9 @@ def a_forward_in_a_loop(loop: Loop) -> Values:
     model, optimizer = loop.prepared(body, adamw(body.parameters()))
 
     def loss_at(step: int, rank: int) -> torch.Tensor:
-        return sum(model(batch(10 * step + i, rank)).pow(2).mean() for i in range(3))  # type: ignore[return-value]  # sum of tensors
+        return sum(
+            model(batch(10 * step + i, rank)).pow(2).mean() for i in range(3)
+        )  # sum of tensors
 
     return steps(loop, model, optimizer, loss_at)
 
@@ -354,12 +356,12 @@ class Checkpointed(nn.Module):
     def _again(self, x: torch.Tensor) -> torch.Tensor:
         if self.fails and torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1:
             raise ValueError("planted: the forward is made again")
-        return self.block(x)  # type: ignore[no-any-return]  # torch's modules return Any
+        return self.block(x)  # torch's modules return Any
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = checkpoint(self._again, x, use_reentrant=False)
         x = checkpoint(self._again, x, use_reentrant=False)
-        return self.last(x)  # type: ignore[no-any-return]  # torch's modules return Any
+        return self.last(x)  # torch's modules return Any
 
 
 def checkpointed_blocks_that_fail_once(loop: Loop) -> Values:
@@ -367,7 +369,7 @@ def checkpointed_blocks_that_fail_once(loop: Loop) -> Values:
     model, optimizer = loop.prepared(body, adamw(body.parameters()))
 
     def loss_at(step: int, rank: int) -> torch.Tensor:
-        return model(batch(step, rank)).pow(2).mean()  # type: ignore[no-any-return]  # untyped model
+        return model(batch(step, rank)).pow(2).mean()  # untyped model
 
     first = steps(loop, model, optimizer, loss_at)
     model.fails = True

@@ -38,7 +38,7 @@ Act = Callable[[int, Net, Any, int], None]
 
 def prepared(**settings: Any) -> tuple[Net, Any]:
     model, plain = built(RUN)
-    return hetero.prepare(model, plain, mesh="world", **{**TIGHT, **settings})  # type: ignore[no-any-return]
+    return hetero.prepare(model, plain, mesh="world", **{**TIGHT, **settings})
 
 
 def trained(rank: int, act: Act, settings: dict[str, Any] | None = None) -> Any:
@@ -235,7 +235,7 @@ def exchanges(rank: int, run: Run) -> list[str]:
         said.append(f"{now} {what}")
         return exchange(what)
 
-    comm.exchange = heard  # type: ignore[method-assign]
+    comm.exchange = heard
     for now in range(3):
         loss_at(model, run, now, rank).backward()
         optimizer.step()
@@ -497,7 +497,7 @@ def reads_weights(rank: int, folder: str, settings: dict[str, Any]) -> tuple[flo
             n_read += piece.numel()
             yield start, piece
 
-    Weights.pieces = counted  # type: ignore[method-assign]
+    Weights.pieces = counted
     with hetero.empty_init():
         model = Net(96)
     mesh = None if dist.get_world_size() == 1 else "world"

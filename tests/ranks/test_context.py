@@ -411,7 +411,7 @@ def fails(rank: int, way: str, how: str) -> None:
                 fail(how)
             own(self, work)
 
-        PreparedRanks.wait = wait  # type: ignore[method-assign]  # of this process alone
+        PreparedRanks.wait = wait  # of this process alone
     stepped(model, mesh, 1, way)
 
 

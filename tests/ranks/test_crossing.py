@@ -209,7 +209,7 @@ def slow_sums(seconds: float) -> None:
         time.sleep(seconds)
         whole(self, *args)
 
-    Crossings._sum = late  # type: ignore[method-assign]
+    Crossings._sum = late
 
 
 def has_lost(rank: int, device: str, one_sided: bool) -> tuple[list[str], float]:

@@ -222,7 +222,7 @@ def cannot_prepare(rank: int) -> None:
         raise ValueError("a module of this rank is damaged")
 
     if rank == 1:
-        Setup.rewrite = fail  # type: ignore[method-assign]
+        Setup.rewrite = fail
         with pytest.raises(ValueError, match="damaged"):
             prepared(rank, "read")
         return
@@ -247,7 +247,7 @@ def saves(rank: int, folder: Path) -> None:
             time.sleep(2 * HEARING_SECONDS)
             return finish(self, *args)
 
-        Writer._finish = late  # type: ignore[method-assign]
+        Writer._finish = late
     loss_of(model, RUN, 0, rank).backward()
     optimizer.step()
     hetero.save_checkpoint(folder, model, optimizer, asynchronous=True)

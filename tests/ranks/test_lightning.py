@@ -116,7 +116,7 @@ def fitted(rank: int, root: Path, how: str, given: dict[str, Any]) -> tuple[int,
     launched(n_ranks)
     torch.manual_seed(rank)  # the first one's values count
     run, module, data = on_ranks(root, **given), Module(how), samples()
-    own = {"sampler": DistributedSampler(data, n_ranks, rank, shuffle=False)}  # type: ignore[var-annotated, arg-type]
+    own = {"sampler": DistributedSampler(data, n_ranks, rank, shuffle=False)}
     run.fit(module, loader(data, **own if how == "in order" else {}))
     return module.evictions, weights_of(module)
 
@@ -270,7 +270,7 @@ def failed(rank: int, root: Path) -> None:
             raise ValueError("a bad sample")
         return step(batch, batch_idx)
 
-    module.training_step = fails  # type: ignore[method-assign]
+    module.training_step = fails
     run.fit(module, loader(samples()))
 
 

@@ -535,7 +535,7 @@ def refused(rank: int, folder: str) -> None:
     mesh = model.blocks[0].up.weight.device_mesh
 
     def largest(grad: torch.Tensor) -> torch.Tensor:
-        local = grad.to_local()  # type: ignore[operator]  # of a DTensor
+        local = grad.to_local()  # of a DTensor
         return DTensor.from_local(local, mesh, [Partial("max")], run_check=False)
 
     model.blocks[0].down.bias.register_hook(largest)

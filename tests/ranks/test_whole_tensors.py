@@ -152,7 +152,7 @@ def counts_its_steps(rank: int, one_sided: bool) -> int:
         n_stepped += param.numel()
         return step(self, param, state)
 
-    WholeShares._step = counted  # type: ignore[method-assign]
+    WholeShares._step = counted
     optimizer.step()
     hetero.release(model, optimizer)
     return n_stepped
@@ -175,7 +175,7 @@ class Decays(torch.optim.Optimizer):
         super().__init__(params, {"lr": 0.1})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
             for param in group["params"]:
                 if param.grad is not None:
@@ -217,7 +217,7 @@ class Fails(Decays):
 
     armed = False
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
             for param in group["params"]:
                 if self.armed and param.shape == (73, 24):

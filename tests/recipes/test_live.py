@@ -65,7 +65,7 @@ def report(step: int, seconds: float, **more: Any) -> StepReport:
         lr=1e-3,
         norm=1.0,
         evaluation=more.get("evaluation"),
-        status=FakeStatus(TIERS),  # type: ignore[arg-type]  # has what lines are made of
+        status=FakeStatus(TIERS),  # has what lines are made of
     )
 
 

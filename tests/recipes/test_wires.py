@@ -175,7 +175,7 @@ def without_memory(rank: int, path: Path) -> Calibration:
         raise MemoryError("no room")
 
     if rank == 1:
-        Circle.exchange = exchange  # type: ignore[method-assign]
+        Circle.exchange = exchange
     return measured(rank, path, 2)
 
 
@@ -214,7 +214,7 @@ def dying(rank: int, path: Path) -> Calibration:
         return lambda: os._exit(3)
 
     if rank == 1:
-        Circle.gather = gather  # type: ignore[method-assign]
+        Circle.gather = gather
     return measured(rank, path, 2)
 
 

@@ -83,7 +83,7 @@ def trained(play: Play, *, dry: bool) -> Seen:
     if dry:
         model, twin = twin_of(model, optimizer)
         assert twin is not None
-        optimizer, data = twin, batch_twin(data)  # type: ignore[assignment]
+        optimizer, data = twin, batch_twin(data)
         device = DryDevice(ram_bytes=2**33, copy_seconds=lambda lane, n, both: n / RATE)
         worker: Worker = DryWorker(device, lambda numel: 0.0)
     else:

@@ -127,6 +127,6 @@ def test_of_computing_again_and_paging_the_faster_is_taken_where_both_fit(
 def test_a_way_that_lacks_nothing_is_taken_before_a_faster_one_that_lacks_something() -> None:
     quick, slow = (SimpleNamespace(step_seconds=seconds) for seconds in (1.0, 2.0))
     lacks = Shortfall("HOST", 64, 65, "")
-    found: Any = [Fitted(quick, None, (lacks,)), Fitted(slow, None, ())]  # type: ignore[arg-type]
+    found: Any = [Fitted(quick, None, (lacks,)), Fitted(slow, None, ())]
 
     assert best(found).found is slow

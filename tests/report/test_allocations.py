@@ -168,7 +168,7 @@ class Penalised(Net):
     def forward(self, x: Tensor) -> Tensor:
         x = x.detach().requires_grad_(True)
         out = super().forward(x)
-        (slope,) = torch.autograd.grad(product_of(lambda _: out, x), x, retain_graph=True)  # type: ignore[arg-type]
+        (slope,) = torch.autograd.grad(product_of(lambda _: out, x), x, retain_graph=True)
         return out + slope
 
 
@@ -318,7 +318,7 @@ def test_a_backward_that_fails_leaves_no_mode(tmp_path: Path) -> None:
     with training(device="cpu:sim", hbm="1MiB") as ours:
         with profile(ours.model, tmp_path / "run") as run:
             ours.steps(2)
-            loss = FailingBackward.apply(loss_of(ours.model, ours.batch()))  # type: ignore[no-untyped-call]
+            loss = FailingBackward.apply(loss_of(ours.model, ours.batch()))
             with pytest.raises(ValueError, match="of backward"):
                 loss.backward()
             assert current_mode() is None

@@ -106,7 +106,7 @@ def random_run(rows: list[tuple[str, int, int, str, int, str, str]]) -> Run:
 
 @settings(max_examples=60, deadline=None)
 @given(EVENTS)
-def test_parts_sum_to_the_step_whatever_overlaps(rows: list[tuple]) -> None:  # type: ignore[type-arg]
+def test_parts_sum_to_the_step_whatever_overlaps(rows: list[tuple]) -> None:
     found = measure(random_run(rows))
 
     for step in found.steps.all:
@@ -121,7 +121,7 @@ def test_parts_sum_to_the_step_whatever_overlaps(rows: list[tuple]) -> None:  # 
 
 @settings(max_examples=40, deadline=None)
 @given(EVENTS)
-def test_a_lane_is_never_busy_longer_than_the_wall(rows: list[tuple]) -> None:  # type: ignore[type-arg]
+def test_a_lane_is_never_busy_longer_than_the_wall(rows: list[tuple]) -> None:
     found = measure(random_run(rows))
 
     for lane in found.lanes:

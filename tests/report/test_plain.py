@@ -366,7 +366,7 @@ def test_whatever_torch_can_do_in_the_block_leaves_parameters_and_nothing_else(h
         else:
             params = list(model.parameters())
             grads = torch.autograd.grad(model(x).pow(2).sum(), params, create_graph=True)
-            sum(g.pow(2).sum() for g in grads).backward()  # type: ignore[union-attr]
+            sum(g.pow(2).sum() for g in grads).backward()
         for param in model.parameters():
             param.grad = None
 
@@ -500,7 +500,7 @@ def test_a_checkpointed_block_is_computed_again_within_backward(reentrant: bool)
         def forward(self, x: Tensor) -> Any:
             x = x.requires_grad_()
             for block in self.blocks:
-                x = checkpoint(block, x, use_reentrant=reentrant)  # type: ignore[assignment]
+                x = checkpoint(block, x, use_reentrant=reentrant)
             return x
 
     model = Checkpointed()
@@ -854,7 +854,7 @@ def test_a_prepared_model_with_another_optimizer_is_refused() -> None:
 
 def test_a_part_of_a_prepared_model_is_refused() -> None:
     model, optimizer = prepared()
-    part: Any = model[0]  # type: ignore[index]
+    part: Any = model[0]
     with pytest.raises(hetero.StateError, match="part of a prepared"), hetero.profile(part):
         pass
     hetero.release(model, optimizer)

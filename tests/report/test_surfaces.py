@@ -87,7 +87,7 @@ def texts(draw: Any) -> str:
     """Return what a function prints on a console that is wide enough."""
     console = Console(file=io.StringIO(), width=400)
     draw(console)
-    return console.file.getvalue()  # type: ignore[attr-defined]
+    return console.file.getvalue()
 
 
 def keyed(page: str) -> dict[str, tuple[float, str]]:
@@ -106,7 +106,7 @@ def agree(page: str, summary: dict[str, Any], terminal: str) -> None:
         assert value == pytest.approx(known[key], abs=1e-9), key
         if key.endswith(("peak_bytes", "budget_bytes", "mean_seconds")):
             assert said in terminal, (key, said)
-    data = json.loads(re.search(r'id="data">(.*?)</script>', page, re.S)[1])  # type: ignore[index]
+    data = json.loads(re.search(r'id="data">(.*?)</script>', page, re.S)[1])
     for tier in data["tiers"]:
         of_tier = summary[tier["tier"].lower()]
         assert (tier["peak"], tier["budget"]) == (of_tier["peak_bytes"], of_tier["budget_bytes"])

@@ -42,7 +42,7 @@ def test_without_a_terminal_everything_is_ascii(measured: Measured) -> None:
 
 @pytest.mark.parametrize("made", [plain(1), plain(4), paged(2), paged(30, units=20)])
 def test_any_run_fits_on_a_screen(made: object) -> None:
-    text = shown(measure(made))  # type: ignore[arg-type]
+    text = shown(measure(made))
 
     assert 5 < len(text.splitlines()) <= 40
 

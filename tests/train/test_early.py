@@ -148,7 +148,7 @@ def test_homes_on_disk_are_read_and_written_in_backward(
             return [loss]
 
     seen = compare(
-        Case(),  # type: ignore[arg-type]
+        Case(),
         make,
         hbm=700_000,
         host=1_500_000,

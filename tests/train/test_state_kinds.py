@@ -146,7 +146,7 @@ def test_a_function_of_the_users_reaches_the_names_that_may_be_state() -> None:
     ((space, names),) = reach.named(code)
     assert space is code.__globals__ and names == ("LIMIT",)
     assert reach.named(code) is reach.named(code)
-    assert reach.named(np.median.__wrapped__) == ()  # type: ignore[attr-defined]
+    assert reach.named(np.median.__wrapped__) == ()
 
 
 def test_a_global_with_the_name_of_an_attribute_is_not_reached() -> None:
