@@ -7,7 +7,7 @@ home, or through a small ring, piece by piece, to jobs that add it there.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 
@@ -81,6 +81,7 @@ class GradRing:
         self._link = link
         self._ledger = ledger
         self._copies: Transfers[torch.Tensor] = Transfers()
+        self._ends: dict[int, Landing] = {}  # of copies home since all had landed, by parameter
         self._reads: Transfers[Sequence[torch.Tensor]] = Transfers()  # by others, in place
         self._stages: deque[RingStage] = deque()
 
@@ -90,18 +91,22 @@ class GradRing:
         source: torch.Tensor,
         *,
         bucket: int,
+        index: int | None = None,
         made: Ticket | None = None,
         then: Callable[[], None] | None = None,
     ) -> Landing:
         """Queue a copy of raw bytes (1-D uint8) after the compute that made the source.
 
-        That is the compute so far, unless a ticket ``made`` was marked after it.
+        That is the compute so far, unless a ticket ``made`` was marked after it. ``index`` is of
+        the parameter to whose home it goes.
         """
         after = (made or self._device.mark(),)
         ticket = self._link.move(
             Lane.D2H, target, source, kind=Kind.GRAD, after=after, bucket=bucket, why="gradient"
         )
         landing = Landing(self._link, ticket, Kind.GRAD, bucket)
+        if index is not None:
+            self._ends[index] = landing
         self._copies.queue(landing, source, n_bytes=source.numel(), then=then)
         self._was_used = True
         if then is not None or self._copies.bytes_in_flight > self.limit_bytes:
@@ -193,9 +198,17 @@ class GradRing:
         self._copies.poll(self.limit_bytes)
         self._reads.poll(self.limit_bytes)  # of a device whose copies are immediate
 
+    def land(self, indices: Iterable[int]) -> None:
+        """Wait for the copies to some parameters' homes, also of gradients taken away since."""
+        for index in indices:
+            landing = self._ends.pop(index, None)
+            if landing is not None:
+                landing.wait()
+
     def finish(self) -> None:
         """Wait until every copy has landed and every job is submitted."""
         self._copies.finish()
+        self._ends.clear()
 
     def _free_stage(self) -> RingStage:
         """Return the stage that was used longest ago, once its bytes are not needed."""

@@ -30,7 +30,6 @@ from hetero.errors import StateError
 from hetero.jobs import Job, Worker
 from hetero.memory.homestore import HomeStore
 from hetero.memory.layout import Bucket, Layout, Segment, row
-from hetero.memory.transfers import Landing
 from hetero.train.gradients.early_reads import EarlyReads
 from hetero.train.gradients.homes import GRAD, GradHomes, Growing, shaped, standing
 from hetero.train.gradients.references import References, storage_of
@@ -108,7 +107,6 @@ class GradStore:
         self._pending: dict[int, None] = {}
         self._leased: set[int] = set()  # gradients held by the user's code
         self._slots: dict[int, weakref.ref[GradSlot]] = {}
-        self._landings: dict[int, Landing] = {}  # of copies home, by index
         self._updates: dict[int, Job] = {}  # bucket -> the update that still reads its gradients
         self._has_added = False  # whether gradients were added since the last step
 
@@ -321,8 +319,7 @@ class GradStore:
             raw = row(grad).view(torch.uint8)
             target = row(home.view(segment)).view(torch.uint8)
             made = made if grad is whole else None  # else it was made just now
-            landing = self.ring.copy(target, raw, bucket=bucket_id, made=made)
-            slot.landing = self._landings[index] = landing
+            slot.landing = self.ring.copy(target, raw, bucket=bucket_id, index=index, made=made)
         return slot
 
     def _make_way(self, segment: Segment) -> None:
@@ -330,17 +327,10 @@ class GradStore:
         old = self._slot(segment)
         if old is not None:
             old.keep()
-        self._land_copies([segment])
+        self.ring.land([segment.index])
         job = self._updates.pop(self._layout.home[segment.index][0], None)
         if job is not None:
             job.wait()
-
-    def _land_copies(self, segments: Iterable[Segment]) -> None:
-        """Wait for copies home: a gradient that was taken away may be on its way still."""
-        for segment in segments:
-            landing = self._landings.pop(segment.index, None)
-            if landing is not None:
-                landing.wait()
 
     def widen(self, segment: Segment) -> None:
         """Make the stored gradients of a parameter's bucket fp32."""
@@ -358,7 +348,7 @@ class GradStore:
                 self.homes.write(wide, held.segment, exact)
                 held.unscale_stored()
             held.home = wide
-        self._land_copies(bucket.segments)
+        self.ring.land(segment.index for segment in bucket.segments)
         self.homes.store.drop(GRAD, bucket.id)
 
     def _slot(self, segment: Segment) -> GradSlot | None:
@@ -400,7 +390,6 @@ class GradStore:
     def finish(self) -> None:
         """Wait for every copy home; expect sums in the next step if this one had any."""
         self.ring.finish()
-        self._landings.clear()
         self.homes.expects_sums, self._has_added = self._has_added, False
 
     def closed(self, indices: Sequence[int]) -> list[GradSlot]:
@@ -449,7 +438,7 @@ class GradStore:
     def rehome(self, name: str, bucket: Bucket) -> None:
         """Move a bucket's gradients to the tier that their homes now have; free an empty home."""
         store = self.homes.store
-        self._land_copies(bucket.segments)
+        self.ring.land(segment.index for segment in bucket.segments)
         old = store.homes[name, bucket.id]
         held = [slot for slot in self._slots_in(bucket) if slot.home is old]
         for slot in held:
@@ -470,7 +459,7 @@ class GradStore:
             return
         self._updates.pop(bucket.id, None)
         if all(slot.state is GradState.TAKEN for slot in self._slots_in(bucket)):
-            self._land_copies(bucket.segments)
+            self.ring.land(segment.index for segment in bucket.segments)
             self.homes.drop(bucket)
 
     def abandon(self) -> None:
@@ -486,4 +475,3 @@ class GradStore:
         """Forget arrivals and finish transfers (after an error, or at the end)."""
         self._pending.clear()
         self.ring.close()
-        self._landings.clear()
