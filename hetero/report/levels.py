@@ -29,6 +29,8 @@ class Timeline:
     columns: tuple[tuple[int, ...], ...]
     """By category: bytes from each time on."""
     totals: tuple[int, ...]
+    seqs: tuple[int, ...]
+    """By row: the event that made it."""
     excess_bytes: int = 0
     """The most by which LIVE ever exceeded the level of its category."""
 
@@ -57,6 +59,7 @@ class Timeline:
             tuple(self.times_ns[i] for i in chosen),
             tuple(tuple(column[i] for i in chosen) for column in self.columns),
             tuple(self.totals[i] for i in chosen),
+            tuple(self.seqs[i] for i in chosen),
             self.excess_bytes,
         )
 
@@ -87,7 +90,8 @@ def timeline(tier: str, rows: Sequence[Event]) -> Timeline:
     columns = tuple(tuple(column) for column in zip(*table, strict=True))
     shown = tuple(name or UNATTRIBUTED for name in names)
     totals = tuple(sum(row) for row in table)
-    return Timeline(tier, shown, tuple(times), columns, totals, excess_bytes)
+    seqs = tuple(event.seq for event in rows)
+    return Timeline(tier, shown, tuple(times), columns, totals, seqs, excess_bytes)
 
 
 def bands(levels: dict[str, int], held: dict[str, int], names: Sequence[str]) -> list[int]:

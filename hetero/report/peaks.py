@@ -7,6 +7,7 @@ during whose access LIVE grew. The rest of a category is shown without a module.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -68,9 +69,7 @@ def peak_of(
     t_ns = line.times_ns[row]
     found = steps.at(t_ns)
     categories = {name: n for name, n in line.at_row(row).items() if n}
-    # replicas are logged just after they are charged: ask in the middle of the plateau
-    until_ns = line.times_ns[row + 1] if row + 1 < len(line.times_ns) else t_ns
-    owned = owners(line.tier, events, meta, residency, (t_ns + until_ns) // 2)
+    owned = owners(line.tier, events, meta, line.seqs[row])
     return Peak(
         line.tier,
         line.totals[row],
@@ -102,31 +101,51 @@ def unit_name(meta: Meta, unit: int) -> str:
     return (meta.units[unit] or meta.model) if 0 <= unit < len(meta.units) else ""
 
 
-def owners(
-    tier: str, events: Sequence[Event], meta: Meta, residency: Residency, t_ns: int
-) -> dict[tuple[str, str], int]:
-    """Return bytes by (category, module), as far as the log knows the module."""
+def owners(tier: str, events: Sequence[Event], meta: Meta, seq: int) -> dict[tuple[str, str], int]:
+    """Return bytes by (category, module) after an event, as far as the log knows the module."""
     owned: dict[tuple[str, str], int] = {}
-    for module, n_bytes in parameters(tier, meta, residency, t_ns):
+    for module, n_bytes in parameters(tier, events, meta, seq):
         owned["param", module] = owned.get(("param", module), 0) + n_bytes
     for bucket in meta.buckets:
         for kind, n_bytes in bucket.kinds.items():
             home = kind, unit_name(meta, bucket.unit)
             owned[home] = owned.get(home, 0) + n_bytes
-    live = [e for e in events if e.what == What.LIVE.value and e.tier == tier and e.t_ns <= t_ns]
+    live = [e for e in events if e.what == What.LIVE.value and e.tier == tier and e.seq <= seq]
     for unit, n_bytes in held_by(live).items():
         owned["activation", unit_name(meta, unit)] = n_bytes
     return owned
 
 
-def parameters(tier: str, meta: Meta, residency: Residency, t_ns: int) -> list[tuple[str, int]]:
+def parameters(tier: str, events: Sequence[Event], meta: Meta, seq: int) -> list[tuple[str, int]]:
     """Return (module, bytes): replicas on HBM; else all parameters, if the tier may hold them."""
-    if tier == "HBM" and residency.stays:
-        stays = residency.at(t_ns)
-        rows = [(meta.buckets[s.bucket].unit, s.n_bytes) for s in stays if s.bucket >= 0]
+    if tier == "HBM" and any(e.what == What.ALLOC.value for e in events):
+        held = replicas_of(events, seq)
+        rows = [(meta.buckets[b].unit, n) for b, n in held.items() if 0 <= b < len(meta.buckets)]
     else:
         rows = [(bucket.unit, bucket.moved_bytes) for bucket in meta.buckets]
     return [(unit_name(meta, unit), n_bytes) for unit, n_bytes in rows]
+
+
+def replicas_of(events: Sequence[Event], seq: int) -> dict[int, int]:
+    """Return the bytes of each replica, by bucket, that HBM is charged for after an event.
+
+    A replica is logged after its charge and before its credit, by the thread that does all three,
+    while others log what they do. So what comes between two charges of replicas belongs to the
+    first if it is an ALLOC, and to the second if it is a FREE.
+    """
+    levels = [
+        e.seq for e in events
+        if (e.what, e.tier, e.category) == (What.LEVEL.value, "HBM", "param")
+    ]  # fmt: skip
+    since = max((level for level in levels if level <= seq), default=-1)
+    until = min((level for level in levels if level > seq), default=math.inf)
+    held: dict[int, int] = {}
+    for event in sorted(events, key=lambda e: e.seq):
+        if event.what == What.ALLOC.value and event.seq < until:
+            held[event.bucket] = event.n_bytes
+        elif event.what == What.FREE.value and event.seq < since:
+            held.pop(event.bucket, None)
+    return held
 
 
 def held_by(live: Sequence[Event]) -> dict[int, int]:

@@ -94,10 +94,6 @@ class Residency:
     def of_bucket(self, bucket: int) -> list[Stay]:
         return [stay for stay in self.stays if stay.bucket == bucket]
 
-    def at(self, t_ns: int) -> list[Stay]:
-        """Return the stays that hold bytes at a time."""
-        return [stay for stay in self.stays if stay.begin_ns <= t_ns < stay.end_ns]
-
     def first_uses(self) -> list[int]:
         """Return buckets in the order in which they were first resident."""
         return list(dict.fromkeys(stay.bucket for stay in self.stays))

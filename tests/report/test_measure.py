@@ -19,7 +19,7 @@ from hetero.report.run import BucketMeta, Meta, Run
 from hetero.report.timing import steps_of, warmup_of
 from hetero.report.traffic import lane_charts, lanes_of
 
-from .synthetic import paged, plain
+from .synthetic import KIB, Writer, meta_of, paged, plain
 
 TIERS = ("HBM", "HOST", "NVME")
 
@@ -71,6 +71,28 @@ def test_replicas_at_the_peak_are_those_that_hbm_was_charged_for(measured: Measu
     params = [share for share in peak.shares if share.category == "param"]
 
     assert params and all(share.module for share in params)
+
+
+@pytest.mark.parametrize("late_ns", [0, 99])
+def test_owners_of_a_peak_do_not_depend_on_how_late_they_were_logged(late_ns: int) -> None:
+    log, meta = Writer(), meta_of(3)
+    for unit in range(2):  # the last comes, another thread is charged, and the first goes
+        replica = {"tier": "HBM", "bucket": unit, "n_bytes": 64 * KIB, "category": "param"}
+        log.charge("HBM", "param", 64 * KIB)
+        log.t_ns += 1
+        if unit:
+            log.charge("HBM", "grad", KIB)
+        log.t_ns += late_ns
+        log.add("alloc", **replica, why="F")
+    log.add("free", tier="HBM", bucket=0, n_bytes=64 * KIB, category="param", why="evict")
+    log.t_ns += late_ns
+    log.charge("HBM", "param", -64 * KIB)
+    peak = measure(Run.of(meta, log.events)).peaks["HBM"]
+
+    assert {share.module: share.n_bytes for share in peak.shares if share.category == "param"} == {
+        "blocks.0": 64 * KIB,
+        "blocks.1": 64 * KIB,
+    }
 
 
 def test_parts_of_a_recorded_step_sum_to_it_exactly(measured: Measured) -> None:
