@@ -21,7 +21,8 @@ from hetero.memory.changes import UNSEEN, Changes
 from hetero.memory.codec import ENCODED_AT_ONCE, Codec, NotFinite, refusal
 from hetero.memory.extent import Extent, Extents, PinSpan, PinUse, Request
 from hetero.memory.layout import Bucket, Segment, row
-from hetero.memory.pool import NoPool, Pool
+from hetero.memory.nopool import NoPool
+from hetero.memory.pool import Pool
 from hetero.types import Lane
 
 Fill = Callable[[torch.Tensor], None]
@@ -244,7 +245,8 @@ class Home:
 
     def take_over(self, other: Home) -> None:
         """Take the bytes of another home of the bucket, which nothing writes meanwhile."""
-        self._flat.copy_(other._flat)
+        for run, part in other.parts(0, self._flat.numel(), PinUse.READ):
+            self._flat[run].copy_(part)
         self.rewritten()
 
     def crc(self) -> int | None:
@@ -354,6 +356,17 @@ class HostHome(Home):
     __slots__ = ()
 
 
+class LiftedHome(HostHome):
+    """A home in RAM that has a place on disk: it is shown as it is there, so that it may go back
+    whatever the user's code holds."""
+
+    __slots__ = ()
+
+    @property
+    def shows(self) -> bool:
+        return False
+
+
 class Pinned(Home):
     """Of homes on disk: memory holds extents that are, or were, pinned."""
 
@@ -361,6 +374,26 @@ class Pinned(Home):
     stays = False
     _extents: Extents
     _pool: Pool | NoPool
+
+    def leave(self, successor: Home) -> None:
+        """Drop the content, and keep the addresses and the place on disk, for `come_back`."""
+        self.discard()
+        self._successor = successor
+        successor.copies.update(self.copies)
+        self.copies.clear()
+
+    def come_back(self) -> None:
+        """Be the home again, without content."""
+        self._successor = None
+
+    def take_over(self, other: Home) -> None:
+        for run in self.runs(0, self._flat.numel(), PinUse.FRESH):
+            self._flat[run].copy_(other.part(run))
+
+    def ahead(self) -> None:
+        """Have all of it read, to be pinned in order."""
+        runs = cut(0, self._flat.numel(), self.extent_numel)
+        self._pool.ahead(Request([PinSpan(self, run.start, run.stop)]) for run in runs)
 
     def needs(self, start: int, end: int, use: PinUse) -> Iterable[tuple[Extent, PinUse]]:
         return self._extents.needs(start, end, use)

@@ -19,7 +19,8 @@ from hetero.memory.chunk import CopyTable
 from hetero.memory.extent import PinSpan, Request
 from hetero.memory.home import Home, cut
 from hetero.memory.layout import Bucket, Segment
-from hetero.memory.pool import NoPool, Pool
+from hetero.memory.nopool import NoPool
+from hetero.memory.pool import Pool
 from hetero.memory.shown import refresh
 from hetero.types import CopyState, Tier
 
@@ -94,6 +95,8 @@ class HomeCopy:
         """Its bytes have moved to another home; no update is under way."""
         self.home = home
         self._announced = None
+        if self._digest is None or not home.stays:  # slots on disk have digests of their own
+            self.note_digest()
 
     # -- updates ---------------------------------------------------------------------------------
 

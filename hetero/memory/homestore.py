@@ -18,11 +18,12 @@ from hetero.memory.changes import Sharing
 from hetero.memory.codec import EXACT, Codec
 from hetero.memory.extent import PinSpan, PinUse, Request, overlap
 from hetero.memory.hbmhome import DeviceHome
-from hetero.memory.home import DiskHome, Home, HostHome, cut
+from hetero.memory.home import DiskHome, Home, HostHome, LiftedHome, Pinned, cut
 from hetero.memory.layout import Bucket
 from hetero.memory.ledger import Ledger
+from hetero.memory.nopool import NoPool
 from hetero.memory.places import HomePlaces
-from hetero.memory.pool import NoPool, Pool
+from hetero.memory.pool import Pool
 from hetero.memory.share import DeviceShareHome, DiskShareHome, NodeHome, ShareHome
 from hetero.types import Kind, Tier, noop
 
@@ -38,7 +39,8 @@ class HomeStore:
     """
 
     __slots__ = (
-        *("_charged", "_comm", "_device", "_ledger", "_node", "_names", "_parked", "_sharing"),
+        *("_charged", "_comm", "_device", "_kinds", "_ledger", "_names", "_node", "_parked"),
+        "_sharing",
         *("before_use", "hbm_bytes", "homes", "places", "pool"),
     )
 
@@ -57,8 +59,9 @@ class HomeStore:
         self._device = device
         self._ledger = ledger
         self._charged: dict[tuple[str, int], tuple[Tier, Kind, int]] = {}
-        self._parked: dict[tuple[str, int], Home] = {}  # homes on disk without content
+        self._parked: dict[tuple[str, int], Pinned] = {}  # homes on disk without content
         self._names: list[str] = []  # ascending
+        self._kinds: dict[str, Kind] = {}
         self.places = places or HomePlaces()
         self.hbm_bytes: Counter[int] = Counter()
         """HBM that homes take, by bucket."""
@@ -84,11 +87,20 @@ class HomeStore:
         """Return the home of ``name`` (a parameter kind or a state's key), made if missing."""
         key = name, bucket.id
         if key not in self.homes:
-            parked = self._parked.pop(key, None)
-            self.homes[key] = parked or self._make(kind, name, bucket, dtype or bucket.dtype)
-            if name not in self._names:
+            self.homes[key] = self._find(kind, name, bucket, dtype or bucket.dtype)
+            if name not in self._kinds:
+                self._kinds[name] = kind
                 insort(self._names, name)
         return self.homes[key]
+
+    def _find(self, kind: Kind, name: str, bucket: Bucket, dtype: torch.dtype) -> Home:
+        """Return a home without content on the tier that `places` now says."""
+        there = self.places.tier(kind, bucket.id) is Tier.NVME
+        parked = self._parked.pop((name, bucket.id), None) if there else None
+        if parked is None:
+            return self._make(kind, name, bucket, dtype)
+        parked.come_back()
+        return parked
 
     def _make(self, kind: Kind, name: str, bucket: Bucket, dtype: torch.dtype) -> Home:
         codec = bucket.codec if kind is Kind.PARAM else EXACT
@@ -114,8 +126,8 @@ class HomeStore:
             if kind is Kind.PARAM:
                 share.lock_own(self._device)
             return share
-        slab = self._device.slab(n_bytes, travels=name in TRAVEL)
-        return HostHome(slab, bucket, dtype, codec)
+        lies = LiftedHome if (kind, bucket.id) in self.places.on_disk else HostHome
+        return lies(self._device.slab(n_bytes, travels=name in TRAVEL), bucket, dtype, codec)
 
     def _on_device(self, bucket: Bucket, dtype: torch.dtype, codec: Codec, n_bytes: int) -> Home:
         made = self._device.arena(n_bytes), bucket, dtype, codec
@@ -148,31 +160,57 @@ class HomeStore:
             if home is not None:
                 yield name, home
 
-    def bytes_of(self, bucket_id: int) -> int:
-        """Return the bytes of a bucket's homes in RAM or on HBM."""
-        charged = (self._charged.get((name, bucket_id)) for name in self._names)
-        return sum(each[2] for each in charged if each is not None)
+    def bytes_of(self, bucket: Bucket) -> int:
+        """Return the bytes that this rank keeps of a bucket's homes."""
+        return sum(kept_bytes(home, bucket) for _, home in self.of_bucket(bucket.id))
+
+    def misplaced(self, bucket: Bucket) -> dict[str, Tier]:
+        """Return the names of a bucket's homes that are not on the tier that `places` says, with
+        that tier."""
+        found = {}
+        for name, _ in self.of_bucket(bucket.id):
+            charged = self._charged.get((name, bucket.id))
+            wanted = self.places.tier(self._kinds[name], bucket.id)
+            if wanted is not (Tier.NVME if charged is None else charged[0]):
+                found[name] = wanted
+        return found
 
     def move(self, name: str, bucket: Bucket) -> tuple[Home, Home]:
         """Move a home to the tier that `places` now says; return the old one and the new one.
 
         Nothing may use it, and no views of it may be alive but those that the caller replaces. The
-        old one keeps its memory until the caller calls `Home.discard`.
+        old one keeps its memory until the caller calls `Home.leave`; its place on disk stays its
+        own.
         """
         key = name, bucket.id
-        old, charged = self.homes[key], self._charged.pop(key)
+        old, charged = self.homes[key], self._charged.pop(key, None)
+        new: Home | None = None
         try:
-            new = self._make(charged[1], name, bucket, old.dtype)
+            new = self._find(self._kinds[name], name, bucket, old.dtype)
+            if isinstance(old, Pinned):
+                old.ahead()
             new.take_over(old)
         except BaseException:
-            made = self._charged.pop(key, None)
-            if made is not None:  # charged, and then the device or RAM had no such memory
-                self._credit(bucket.id, *made)
-            self._charged[key] = charged
+            self._forget(key, new)
+            if charged is not None:
+                self._charged[key] = charged
             raise
-        self._credit(bucket.id, *charged)
+        if isinstance(old, Pinned):
+            self._parked[key] = old
+        if charged is not None:
+            self._credit(bucket.id, *charged)
         self.homes[key] = new
         return old, new
+
+    def _forget(self, key: tuple[str, int], home: Home | None) -> None:
+        """Give back a home that its bytes have not reached; None if it could not be made, though it
+        may have been charged."""
+        made = self._charged.pop(key, None)
+        if made is not None:
+            self._credit(key[1], *made)
+        if isinstance(home, Pinned):
+            home.discard()
+            self._parked[key] = home
 
     def held(self, request: Request) -> AbstractContextManager[None]:
         """Hold a request's extents in memory for the length of a block (see `Pool.pin`)."""
@@ -200,10 +238,10 @@ class HomeStore:
             return
         home.discard()
         charged = self._charged.pop((name, bucket_id), None)
-        if charged is None:
-            self._parked[name, bucket_id] = home
-        else:
+        if charged is not None:
             self._credit(bucket_id, *charged)
+        if isinstance(home, Pinned):
+            self._parked[name, bucket_id] = home
 
     def charge_copy(self, bucket_id: int, n_bytes: int) -> None:
         """Charge HBM for a copy of weights whose home is there, as if the home took it."""
@@ -256,6 +294,11 @@ class HomeStore:
         self.homes.clear()
         self._parked.clear()
         self.pool.close()
+
+
+def kept_bytes(home: Home, bucket: Bucket) -> int:
+    """Return the bytes of a bucket's home that this rank keeps."""
+    return home.codec.n_bytes(bucket.share_numel, home.dtype)
 
 
 _NOTHING: AbstractContextManager[None] = nullcontext()

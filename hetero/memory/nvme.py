@@ -27,6 +27,7 @@ from hetero.types import Kind, Lane, Tier, format_bytes
 TRIED = (1, 2, 4, 8)  # parallel transfers for each drive
 TRIAL_SECONDS = 0.08
 NEARLY = 0.9  # of the best rate is good enough, with fewer threads
+NS = 10**9
 
 Work = Callable[[], None]
 Urgent = Callable[[], bool]
@@ -69,6 +70,10 @@ class Nvme:
         checked: bool = True,
     ) -> None:
         self._moved: Counter[Lane] = Counter()
+        self._busy: Counter[Lane] = Counter()  # nanoseconds since the last `take_counts`
+        self._ended: dict[Lane, float] = {}  # when the last transfer did
+        self.pace: dict[Lane, float] = {}
+        """Seconds a byte, between the last two calls of `take_counts` in which there was any."""
         self.written_bytes = 0  # since the beginning, to watch a drive's endurance
         self._checked = checked
         self._ledger = ledger
@@ -128,12 +133,17 @@ class Nvme:
         """Return the bytes moved since the last call."""
         with self._lock:
             moved, self._moved = self._moved, Counter()
+            busy, self._busy = self._busy, Counter()
+        self.pace.update({lane: busy[lane] / NS / n_bytes for lane, n_bytes in moved.items()})
         return moved
 
     def _count(self, lane: Lane, slot: DiskSlot, began: float, ended: float) -> None:
         n_bytes = slot.n_bytes
         with self._lock:
             self._moved[lane] += n_bytes
+            since = max(began, self._ended.get(lane, began))  # several are under way at once
+            self._busy[lane] += max(0, round(NS * (ended - since)))
+            self._ended[lane] = max(ended, since)
             if lane is Lane.WRITE:
                 self.written_bytes += n_bytes
         if slot.number:  # and not a trial

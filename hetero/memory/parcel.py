@@ -24,7 +24,8 @@ from hetero.io import ALIGN, align_up
 from hetero.memory.extent import Extents, PinSpan, PinUse, Request
 from hetero.memory.ledger import Ledger
 from hetero.memory.link import Link
-from hetero.memory.pool import NoPool, Pool
+from hetero.memory.nopool import NoPool
+from hetero.memory.pool import Pool
 from hetero.memory.transfers import Landing, Transfers
 from hetero.types import Kind, Lane, Tier, format_bytes
 

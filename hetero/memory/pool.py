@@ -84,6 +84,12 @@ class Pool:
     def take_counts(self) -> Counter[Lane]:
         return self.nvme.take_counts()
 
+    @property
+    def seconds_per_byte(self) -> float:
+        """How long a byte takes that is read and written once, each lane by itself; 0 if that is
+        unknown yet."""
+        return max(self.nvme.pace.values(), default=0.0)
+
     def adopt(
         self,
         kind: Kind,
@@ -405,39 +411,6 @@ class Pool:
                 "a forked process uses homes on disk, which belong to its parent",
                 advice="start it with the 'spawn' method, and pass values, not the model",
             )
-
-
-class NoPool:
-    """Stands for a pool if no home lies on disk: nothing has to be pinned."""
-
-    spills = False
-    extent_numel = sys.maxsize
-    n_threads = 1
-    written_bytes = 0
-    told = False
-
-    def adopt(
-        self, kind: Kind, slab: Slab, n_bytes: int, itemsize: int, what: str, *kept: slice
-    ) -> Extents:
-        raise StateError(f"{what} is to lie on disk, and no directory on a drive was named")
-
-    @contextmanager
-    def pin(self, request: Request) -> Iterator[None]:
-        yield
-
-    def ready(self, request: Request) -> bool:
-        return True
-
-    def ahead(self, requests: Iterable[Request]) -> None: ...
-
-    def later(self, requests: Iterable[Request]) -> None: ...
-
-    def discard(self, extents: Extents) -> None: ...
-
-    def take_counts(self) -> Counter[Lane]:
-        return Counter()
-
-    def close(self) -> None: ...
 
 
 def _attempt(act: Callable[[DiskSlot, memoryview], None], extent: Extent) -> BaseException | None:

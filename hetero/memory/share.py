@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from hetero.device.comm import Comm, Node
     from hetero.memory.codec import Codec
     from hetero.memory.layout import Bucket, Segment
-    from hetero.memory.pool import NoPool, Pool
+    from hetero.memory.nopool import NoPool
+    from hetero.memory.pool import Pool
 
 
 class ShareHome(Home):

@@ -5,9 +5,10 @@ read there, its gradients stay there, and it is updated there.
 
 A byte of optimizer state or gradient moves twice a step, a byte of a parameter up to three times,
 and the device waits for parameters. So HOST is given to parameters first, then to gradients, then
-to masters and states, in the order in which the model computes. The choice is made once: every step
-visits the homes in the same order, so a fixed part of them on HOST saves as many bytes as any
-replacement could (Belady), and the first unit's update never waits for a disk.
+to masters and states, in the order in which the model computes. Every step visits the homes in the
+same order, so a fixed part of them on HOST saves as many bytes as any replacement could (Belady),
+and the first unit's update never waits for a disk. The choice changes only as HBM is divided anew:
+HOST that homes on HBM have left holds some of those on disk, whose places there are kept.
 """
 
 from __future__ import annotations
@@ -48,10 +49,16 @@ def hold(homes: Iterable[BucketHomes], hbm_bytes: int) -> frozenset[int]:
 def place(parts: Iterable[HomePart], host_bytes: int) -> frozenset[tuple[Kind, int]]:
     """Return (kind, bucket) of the homes that no longer fit ``host_bytes``. ``parts`` are in the
     order in which the model computes."""
-    spilled = set()
+    parts = list(parts)
+    return frozenset((part.kind, part.bucket) for part in parts) - lift(parts, host_bytes)
+
+
+def lift(parts: Iterable[HomePart], host_bytes: int) -> frozenset[tuple[Kind, int]]:
+    """Return (kind, bucket) of the homes that ``host_bytes`` hold, of ``parts`` in the order in
+    which the model computes."""
+    held = set()
     for part in sorted(parts, key=lambda part: PRIORITY.index(part.kind)):
         if part.n_bytes <= host_bytes:
             host_bytes -= part.n_bytes
-        else:
-            spilled.add((part.kind, part.bucket))
-    return frozenset(spilled)
+            held.add((part.kind, part.bucket))
+    return frozenset(held)

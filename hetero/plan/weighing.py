@@ -40,6 +40,17 @@ class Copies(NamedTuple):
     """Within HBM."""
 
 
+class Drive(NamedTuple):
+    """Homes on disk while none are on HBM."""
+
+    n_bytes: int = 0
+    seconds_per_byte: float = 0.0
+    """In which it is read and written in a step."""
+
+
+NO_DRIVE = Drive()
+
+
 class UnitStep(NamedTuple):
     """A unit in a step."""
 
@@ -130,18 +141,21 @@ def step_seconds(
     *,
     early: bool = False,
     passing: float = 0.0,
+    drive: Drive = NO_DRIVE,
 ) -> float:
     """Return the time from one border to the next, with ``held`` buckets' homes on HBM.
 
     ``early``: HOST updates a home as soon as its gradients are there, and not after the border.
-    ``passing``: the share of the other updates that passes through HBM.
+    ``passing``: the share of the other updates that passes through HBM. ``drive``: for homes that
+    RAM does not hold; those of ``held`` buckets leave room there, too.
     """
     apart = {bucket: each for bucket, each in traffic.items() if bucket not in held}
     updates = copies.within(sum(traffic[bucket].home_bytes for bucket in held))
     lanes = _Lanes(apart, copies, early, passing, compute=updates)
     lanes.forward(stages)
     lanes.backward(stages)
-    return max(lanes.compute, lanes.up, lanes.down, lanes.update)
+    on_disk = max(0, drive.n_bytes - sum(traffic[bucket].home_bytes for bucket in held))
+    return max(lanes.compute, lanes.up, lanes.down, lanes.update, drive.seconds_per_byte * on_disk)
 
 
 def passing_share(traffic: Mapping[int, Traffic], held: Collection[int], copies: Copies) -> float:

@@ -182,6 +182,48 @@ def test_homes_begin_on_hbm_where_host_is_too_small(watched: None) -> None:
     assert hetero.status(run.model).division["homes"] >= len(on_hbm) * EACH // 2
 
 
+def run_on_disk(folder: Path, n_homes: int = UNITS, **settings: Any) -> Run:
+    """Return a run of which RAM holds some of the homes, and a disk the rest."""
+    given = {"nvme": folder, "units": 4 * UNITS, **settings}
+    with pytest.raises(BudgetError) as caught:
+        run_on(None, **given, host=EACH)
+    return run_on(None, **given, host=caught.value.needed_bytes + n_homes * EACH)
+
+
+@pytest.mark.parametrize("updates", ["step", "backward"])
+def test_homes_on_disk_go_up_and_come_to_ram_and_back(
+    watched: None, updates: str, tmp_path: Path
+) -> None:
+    run = run_on_disk(tmp_path, updates=updates)
+    plain = run_on(False, units=4 * UNITS)
+    places, lifted = engine_of(run.model).setup.store.places, []
+    assert not places.on_hbm and len(places.on_disk) > 2 * UNITS
+    adds_up = updates == "step"
+    for number in range(8):
+        for each in (run, plain):
+            parts = 2 if adds_up and number == 6 else 1
+            each.step(number, rows=30 if number == 3 else 2, parts=parts)
+        lifted.append(len(places.lifted))
+    assert run.bits() == plain.bits()
+    assert run.most and lifted[2] > lifted[3] and lifted[5] and bool(lifted[6]) != adds_up
+
+
+def test_homes_begin_on_hbm_where_host_and_disk_are_too_small(
+    watched: None, tmp_path: Path
+) -> None:
+    free = run_on_disk(tmp_path)
+    disk, ledger = engine_of(free.model).setup.budget.disk_bytes, engine_of(free.model).setup.ledger
+    assert not free.on_hbm and not engine_of(free.model).setup.store.places.on_hbm
+    limited = run_on_disk(tmp_path, nvme_bytes=disk - 1)
+    on_hbm = engine_of(limited.model).setup.store.places.on_hbm
+    assert on_hbm
+    for each in (free, limited):
+        six_steps(each)
+    assert free.bits() == limited.bits()
+    assert ledger.peak(Tier.NVME) <= disk
+    assert engine_of(limited.model).setup.ledger.peak(Tier.NVME) < disk and on_hbm
+
+
 def test_memory_that_neither_tier_has_is_said_before_anything_is_touched(watched: None) -> None:
     with pytest.raises(BudgetError, match="HOST must hold") as caught:
         run_on(None, host=EACH)

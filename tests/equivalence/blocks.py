@@ -29,9 +29,9 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 class Blocks(nn.Module):
     """Units of equal size, of which some of the homes fit on HBM."""
 
-    def __init__(self, block: type[nn.Linear] = nn.Linear) -> None:
+    def __init__(self, block: type[nn.Linear] = nn.Linear, units: int = UNITS) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(block(WIDTH, WIDTH) for _ in range(UNITS))
+        self.blocks = nn.ModuleList(block(WIDTH, WIDTH) for _ in range(units))
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -63,10 +63,11 @@ class Run:
         worker: Worker | None = None,
         pause: Slice | None = None,
         block: type[nn.Linear] = nn.Linear,
+        units: int = UNITS,
         **settings: Any,
     ) -> None:
         torch.manual_seed(5)
-        model = Blocks(block)
+        model = Blocks(block, units)
         settings = {"activations": "keep", "chunk_bytes": 4096, **settings}
         config = Config.load(device=device, hbm=hbm, **settings)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

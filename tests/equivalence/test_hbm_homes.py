@@ -199,7 +199,7 @@ def test_ram_that_homes_left_for_hbm_is_kept_for_their_way_back() -> None:
     six_steps(run)
     setup = run.engine.setup
     free = setup.ledger.free(Tier.HOST)
-    above = sum(setup.store.bytes_of(bucket) for bucket in run.on_hbm)
+    above = sum(setup.store.bytes_of(setup.buckets[bucket]) for bucket in run.on_hbm)
 
     assert free is not None and 0 < above <= free
     assert setup.offload.store.room_bytes() <= free - above

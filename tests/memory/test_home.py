@@ -18,9 +18,10 @@ from hetero.memory.home import DiskHome, Home, HostHome, cut, memory_of
 from hetero.memory.homestore import HomeStore
 from hetero.memory.layout import Bucket, ParamSpec, build_layout
 from hetero.memory.ledger import Ledger
+from hetero.memory.nopool import NoPool
 from hetero.memory.nvme import Nvme
 from hetero.memory.places import HomePlaces
-from hetero.memory.pool import NoPool, Pool
+from hetero.memory.pool import Pool
 from hetero.types import Kind, Tier
 
 EVERYWHERE = [(kind, bucket) for kind in Kind for bucket in range(4)]

@@ -83,6 +83,23 @@ def test_what_is_written_comes_back(disk: Path) -> None:
     assert nvme.written_bytes == 21 * ALIGN
 
 
+def test_the_pace_of_a_drive_counts_transfers_that_overlap_once(disk: Path) -> None:
+    times = iter([0.0, 2.0, 1.0, 3.0, 5.0, 6.0, 8.0, 9.0])
+    nvme = Nvme([Folder.open(disk)], 0, ledger=Ledger({}), log=EventLog(clock=lambda: next(times)))
+    first, second = make_slots(nvme, 2)
+    for slot in (first, second, first):  # 0 to 2, 1 to 3, 5 to 6
+        nvme.write(slot, block(1))
+    nvme.take_counts()
+    assert nvme.pace == {Lane.WRITE: pytest.approx(4 / (3 * ALIGN))}
+    content(nvme, first)
+    nvme.take_counts()
+    nvme.take_counts()  # a step without transfers
+    assert nvme.pace == {
+        Lane.WRITE: pytest.approx(4 / (3 * ALIGN)),
+        Lane.READ: pytest.approx(1 / ALIGN),
+    }
+
+
 def test_slots_do_not_overlap_and_lie_on_the_drives_in_turn(disk: Path) -> None:
     folders = []
     for number in range(3):

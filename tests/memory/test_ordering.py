@@ -13,8 +13,8 @@ from hetero.device import SimDevice, Ticket
 from hetero.events import EventLog
 from hetero.memory.ledger import Ledger
 from hetero.memory.link import Link
+from hetero.memory.nopool import NoPool
 from hetero.memory.parcel import ParcelStore
-from hetero.memory.pool import NoPool
 from hetero.types import Lane, Tier
 from tests.memory.test_manager_machine import World
 

@@ -15,8 +15,8 @@ from hetero.errors import OutOfMemory
 from hetero.events import EventLog
 from hetero.memory.ledger import Ledger
 from hetero.memory.link import Link
+from hetero.memory.nopool import NoPool
 from hetero.memory.parcel import CHUNKS, MOST_BYTES, SIZES, Parcel, ParcelStore
-from hetero.memory.pool import NoPool
 from hetero.types import Kind, Lane, Tier
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetero.plan.placement import PRIORITY, HomePart, place
+from hetero.plan.placement import PRIORITY, HomePart, lift, place
 from hetero.types import Kind
 
 SPILLING = (Kind.PARAM, Kind.GRAD, Kind.MASTER, Kind.STATE)
@@ -55,6 +55,18 @@ def test_of_one_kind_the_units_that_compute_first_stay() -> None:
 def test_what_is_too_large_leaves_its_room_to_the_next() -> None:
     given = [HomePart(Kind.PARAM, 0, 10), HomePart(Kind.PARAM, 1, 3), HomePart(Kind.STATE, 0, 2)]
     assert place(given, 5) == {(Kind.PARAM, 0)}
+
+
+def test_room_that_others_leave_is_for_what_is_missed_most() -> None:
+    given = model(2, {Kind.STATE: 8, Kind.GRAD: 4})
+    lifted = [lift(given, room) for room in (3, 7, 8, 16, 24)]
+    assert lifted == [
+        frozenset(),
+        {(Kind.GRAD, 0)},
+        {(Kind.GRAD, 0), (Kind.GRAD, 1)},
+        {(Kind.GRAD, 0), (Kind.GRAD, 1), (Kind.STATE, 0)},
+        {(part.kind, part.bucket) for part in given},
+    ]
 
 
 def test_every_kind_that_may_go_to_disk_has_a_priority() -> None:

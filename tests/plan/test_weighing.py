@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetero.plan.activations import KEEP, LEAST, OFFLOAD, RECOMPUTE, Use
-from hetero.plan.weighing import Copies, Traffic, UnitStep, passing_share, step_seconds
+from hetero.plan.weighing import Copies, Drive, Traffic, UnitStep, passing_share, step_seconds
 
 FREE = Copies(lambda n: 0.0, lambda n: 0.0, lambda n: 0.0)
 LINK = Copies(lambda n: n / 100, lambda n: n / 50, lambda n: n / 1000)
@@ -43,6 +43,12 @@ def test_updates_of_later_units_hide_in_the_forward_of_earlier_ones() -> None:
     assert (
         step_seconds(stages(), traffic(update=1.5), (0, 1), FREE) == 2 + 1 + 1 + 1 + 2 * UNITS - 1
     )
+
+
+def test_a_drive_takes_its_time_for_what_homes_on_the_device_leave_there() -> None:
+    drive = Drive(1200, seconds_per_byte=0.1)
+    took = [step_seconds(stages(), traffic(), range(n), FREE, drive=drive) for n in range(4)]
+    assert took == pytest.approx([120.0, 70.0, 20.0, 3 * UNITS])
 
 
 def test_as_much_passes_through_hbm_as_lets_host_and_link_end_at_one_time() -> None:

@@ -1,4 +1,4 @@
-"""Which homes begin on HBM because RAM does not hold them."""
+"""Which homes are on HBM for good, because RAM and disk do not hold them."""
 
 from __future__ import annotations
 
@@ -20,11 +20,6 @@ def homes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hbm_homes, "movable_homes", lambda plan, *, is_cuda: found)
 
 
-@pytest.mark.parametrize(
-    ("short_bytes", "nvme", "n_homes"),
-    [(40, False, 4), (40, True, 4), (1000, False, 9), (1000, True, 5)],
-)
-def test_they_leave_half_of_hbm_if_it_does_not_hold_all_and_a_disk_does(
-    short_bytes: int, nvme: bool, n_homes: int
-) -> None:
-    assert len(hbm_homes.first_homes(PLAN, HBM, short_bytes, nvme=nvme)) == n_homes
+@pytest.mark.parametrize(("short_bytes", "n_homes"), [(0, 0), (40, 4), (41, 5), (1000, 9)])
+def test_they_leave_room_for_a_few_units(short_bytes: int, n_homes: int) -> None:
+    assert len(hbm_homes.first_homes(PLAN, HBM, short_bytes)) == n_homes

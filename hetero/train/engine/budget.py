@@ -26,7 +26,7 @@ from hetero.train.engine.hbm_homes import first_homes, movable_homes, total_byte
 from hetero.train.engine.spill import Spill, draw_spill, draw_way, passing_bytes
 from hetero.train.gradients.crossing import workspace_for
 from hetero.train.gradients.device_sums import SumSpace
-from hetero.types import format_bytes
+from hetero.types import Tier, format_bytes
 
 CUDA_SHARE = 0.95  # of free HBM, when no budget is given
 CPU_FRAMES = 4  # 1/4 of RAM is for frames, when no budget is given for them
@@ -200,9 +200,7 @@ def decide(
     if not stays:
         check_hbm(budget)
         if device.is_cuda and not device.same_ram and not plan.is_shared:
-            short = plan.home_bytes + passing_bytes(plan) - memory.host
-            fixed = first_homes(plan, budget.divisible, short, nvme=bool(config.nvme))
-            budget.fix(fixed)
+            budget.fix(needed_on_hbm(plan, budget.divisible, memory, config, extent_numel))
         if config.nvme:
             up = frozenset(homes.bucket for homes in budget.on_hbm)
             budget.spill = draw_spill(
@@ -217,6 +215,27 @@ def decide(
         whole = plan.home_bytes + passing_bytes(plan) - total_bytes(budget.on_hbm)
         budget.host_bytes = whole if budget.spill is None else budget.spill.host_bytes
     return budget
+
+
+def needed_on_hbm(
+    plan: Blueprint, hbm: Hbm, memory: Memory, config: Config, extent_numel: int | None
+) -> tuple[BucketHomes, ...]:
+    """Return the homes that are on HBM for good, since HOST and a disk do not hold them all."""
+    if not config.nvme:
+        return first_homes(plan, hbm, plan.home_bytes + passing_bytes(plan) - memory.host)
+    found: tuple[BucketHomes, ...] = ()
+    while True:
+        up = frozenset(homes.bucket for homes in found)
+        try:
+            draw_spill(plan, memory.host, config.nvme_bytes, extent_numel, on_hbm=up)
+        except BudgetError as error:
+            short = error.needed_bytes - (config.nvme_bytes or 0)
+            more = first_homes(plan, hbm, total_bytes(found) + short)
+            if error.tier != Tier.NVME.name or len(more) == len(found):
+                return found  # the same error tells the user
+            found = more
+        else:
+            return found
 
 
 def agreed_memory(

@@ -10,7 +10,7 @@ from hetero.device import Device
 from hetero.memory.manager import ChunkManager
 from hetero.plan.division import Division
 from hetero.plan.hardware import find
-from hetero.plan.weighing import Copies
+from hetero.plan.weighing import Copies, Drive
 from hetero.train.access.runtime import Runtime
 from hetero.train.activations.forecast import Forecast, UnitKind
 from hetero.train.activations.held import GraphFootprint
@@ -105,6 +105,7 @@ class HbmDivision:
                 *(self.room, forecast, layout, plan.needs),
                 copies=copies,
                 pace=self._pace,
+                drive=self._drive,
                 early=setup.config.updates == "backward",
                 passing=self.rehoming.passing,
                 share=setup.tuning.activation_share,
@@ -117,6 +118,9 @@ class HbmDivision:
     def _pace(self) -> float | None:
         stepper = self._trained.stepper
         return None if stepper is None else stepper.pace.seconds_per_numel
+
+    def _drive(self) -> Drive:
+        return Drive(self.rehoming.disk_bytes(), self._setup.store.pool.seconds_per_byte)
 
     @property
     def is_asked(self) -> bool:

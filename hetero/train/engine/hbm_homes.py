@@ -23,8 +23,8 @@ def movable_homes(
     """Return the buckets whose homes may be on HBM, with their bytes, the most useful first.
 
     Updates of parameters that keep their dtype are torch's own: on CUDA, they are not known to give
-    the same bits as on the CPU, so such parameters keep their place. Homes on disk stay there, and
-    shares of tensors that ranks put together for an update.
+    the same bits as on the CPU, so such parameters keep their place, and so do shares of tensors
+    that ranks put together for an update, and buckets with homes ``on_disk``.
     ``sums``: whether several gradients add up, which takes fp32 where there are masters.
     """
     disk = {bucket for _, bucket in on_disk}
@@ -43,24 +43,22 @@ def movable_homes(
 
 def bytes_of(plan: Blueprint, bucket: Bucket, *, sums: bool) -> int:
     """Return the bytes of all homes of a trainable bucket."""
+    return bucket.home_bytes + bucket.share_numel * sum(sizes_of(plan, bucket, sums=sums).values())
+
+
+def sizes_of(plan: Blueprint, bucket: Bucket, *, sums: bool) -> dict[Kind, int]:
+    """Return the bytes of an element of a trainable bucket, by the kinds of homes it has besides
+    its parameters'."""
     sizes = plan.element_bytes(bucket)
     if not sums and Kind.GRAD in sizes:
         sizes[Kind.GRAD] = bucket.dtype.itemsize
-    return bucket.home_bytes + bucket.share_numel * sum(sizes.values())
+    return sizes
 
 
-def first_homes(
-    plan: Blueprint, hbm: Hbm, short_bytes: int, *, nvme: bool
-) -> tuple[BucketHomes, ...]:
-    """Return the homes that begin on HBM so that HOST has to hold ``short_bytes`` less.
-
-    As many as fit with the frames of a few units, and one of them in activations. If not all of the
-    bytes fit there and a disk takes the rest, activations get a half of HBM: these homes may not
-    move to disk later.
-    """
+def first_homes(plan: Blueprint, hbm: Hbm, short_bytes: int) -> tuple[BucketHomes, ...]:
+    """Return the homes that are on HBM for good, so that HOST and disk have to hold ``short_bytes``
+    less: as many as fit with the frames of a few units, and one of them in activations."""
     room = hbm.most_bytes - (WIDEST + 1) * hbm.least_bytes
-    if nvme and short_bytes > room:
-        room = min(room, hbm.most_bytes // 2)
     found: list[BucketHomes] = []
     for homes in movable_homes(plan, is_cuda=True):
         if short_bytes <= 0:

@@ -74,6 +74,7 @@ class Paged:
             early=self.may_be_early,
             growing=ask_unless_gone(self, growing, nullcontext()),
             lifting=ask_unless_gone(self, lifting, nullcontext()),
+            before_sums=ask_unless_gone(self, lambda paged: paged.hbm.rehoming.make_way(), None),
         )
         self.manager = manager = make_manager(
             setup,
@@ -163,7 +164,7 @@ class Paged:
 
     def come_down(self) -> None:
         """Let homes leave HBM, but for those that the user's code holds."""
-        self.hbm.rehoming.lower(())
+        self.hbm.rehoming.come_down()
 
     def seal(self) -> None:
         """The step of early updates is made."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hetero.memory.extent import Request
-from hetero.memory.pool import NoPool, Pool
+from hetero.memory.nopool import NoPool
+from hetero.memory.pool import Pool
 from hetero.train.engine.budget import Budget
 from hetero.train.update.arithmetic import Update
 from hetero.types import Kind

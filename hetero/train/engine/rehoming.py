@@ -1,27 +1,38 @@
-"""Moves the homes of whole buckets between HOST and HBM, in steps and before a peak (floor 2)."""
+"""Moves the homes of whole buckets between HBM and below, in steps and before a peak (floor 2).
+
+RAM that they leave for HBM holds homes that are on disk, until they come down again.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections import Counter
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
+from functools import partial
 
 from hetero.device import Slab
-from hetero.errors import BudgetError
+from hetero.errors import BudgetError, StorageError
 from hetero.events import What
+from hetero.memory.homestore import kept_bytes
 from hetero.memory.layout import Bucket
 from hetero.memory.manager import PARAM, ChunkManager
-from hetero.plan.placement import BucketHomes
+from hetero.plan.placement import PRIORITY, BucketHomes, lift
 from hetero.train.activations.meter import Meter
 from hetero.train.engine.backward_updates import is_seen
 from hetero.train.engine.hbm_homes import movable_homes
 from hetero.train.engine.passing import Passing
 from hetero.train.engine.setup import Setup
+from hetero.train.engine.spill import parts_of
 from hetero.train.engine.trained import Trained
 from hetero.train.gradients.homes import GRAD, WIDE
 from hetero.train.model.host_work import host_work
 from hetero.train.model.lazy import handle
 from hetero.train.update.optimizer import Optimizer
 from hetero.types import Kind, Tier
+
+Part = tuple[Kind, int]
+"""The homes of one kind of one bucket."""
+Act = Callable[[], object]
 
 
 class Rehoming:
@@ -40,17 +51,20 @@ class Rehoming:
         self.passing = Passing(setup, trained)
         self._places = setup.store.places
         self._is_shared = setup.blueprint.is_shared
+        self._n_calm = 0  # steps in a row whose gradients did not add up
+        self._patience = 0  # how many of them there have to be before RAM for sums is used
         self._fixed = {homes.bucket: homes.n_bytes for homes in setup.budget.on_hbm}
         self._lists = [movable(setup, sums=sums) for sums in (False, True)]
         self._sizes = [{h.bucket: h.n_bytes for h in homes} for homes in self._lists]
+        self._parts = [list(parts_of(setup.blueprint, sums=sums)) for sums in (False, True)]
 
     @property
     def homes(self) -> list[BucketHomes]:
         """The homes that may move, the most useful on HBM first: as large as gradients are now, or
         as those that the program keeps, with copies of weights that it may write unseen."""
-        store = self._setup.store
+        store, buckets = self._setup.store, self._setup.buckets
         return [
-            BucketHomes(b, max(n_bytes, store.hbm_bytes[b], store.bytes_of(b)))
+            BucketHomes(b, max(n_bytes, store.hbm_bytes[b], store.bytes_of(buckets[b])))
             for b, n_bytes in self._lists[self._grads.adds_up]
         ]
 
@@ -97,24 +111,119 @@ class Rehoming:
             return True
         return is_seen(self._setup, bucket, self.optimizer)
 
+    def come_down(self) -> None:
+        """Move all homes to where they lie if there is nothing on HBM, as far as they may."""
+        self.lower(())
+        self._sink(())
+
     def lower(self, wanted: Collection[int]) -> None:
         """Move homes down that are not ``wanted`` on HBM."""
         for bucket in self.on_hbm - set(wanted):
-            self._move(self._setup.buckets[bucket], Tier.HOST)
+            self._lower(self._setup.buckets[bucket])
+
+    def _lower(self, bucket: Bucket) -> bool:
+        """Move a bucket's homes down, once homes that lie in their RAM are on disk again; False if
+        the user's code holds one."""
+        on_hbm = self._places.on_hbm
+        self._sink(self._to_lift(self.on_hbm - {bucket.id}, sums=self._has_sums))
+        return self._move(
+            *(bucket, Tier.HOST),
+            change=lambda: on_hbm.discard(bucket.id),
+            undo=lambda: on_hbm.add(bucket.id),
+        )
 
     def raise_to(self, wanted: Collection[int]) -> None:
         """Move the ``wanted`` homes up that are not on HBM, until the device has no such memory:
-        for states, too, that are yet to be made there."""
+        for states, too, that are yet to be made there. RAM that they leave holds homes from disk.
+        """
+        self._raise(wanted)
+        self._n_calm = 0 if self._has_sums else self._n_calm + 1
+        lifted = self._to_lift(self.on_hbm, sums=self._n_calm <= self._patience)
+        try:
+            self._sink(lifted)
+            for part in sorted(lifted - self._places.lifted, key=by_use):
+                self._lift(part)
+        except StorageError as error:  # who needs these bytes is told
+            self._setup.log.now(What.DECISION, tier=Tier.NVME, why=str(error))
+
+    def _raise(self, wanted: Collection[int]) -> None:
+        places = self._places
         held: list[Slab] = []
-        for number in sorted(set(wanted) - self._places.on_hbm):
+        for number in sorted(set(wanted) - places.on_hbm):
             bucket = self._setup.buckets[number]
+            lifted = {part for part in places.lifted if part[1] == number}
+
+            def change(number: int = number, lifted: set[Part] = lifted) -> None:
+                places.on_hbm.add(number)
+                places.lifted.difference_update(lifted)
+
+            def undo(number: int = number, lifted: set[Part] = lifted) -> None:
+                places.on_hbm.discard(number)
+                places.lifted.update(lifted)
+
             try:
-                if self._move(bucket, Tier.HBM):
+                if self._move(bucket, Tier.HBM, change=change, undo=undo):
                     held.append(self._hold(bucket))
             except BudgetError as error:  # fragmented, or taken by another process
-                self.lower(self._places.on_hbm - {number})
+                self.lower(places.on_hbm - {number})
                 self._setup.log.now(What.DECISION, tier=Tier.HBM, bucket=number, why=str(error))
                 return
+
+    def make_way(self) -> None:
+        """Gradients in RAM become fp32: homes that lie there in the meantime go back to disk, for
+        longer each time."""
+        lifted = self._to_lift(self.on_hbm, sums=True)
+        if self._places.lifted - lifted:
+            self._patience = 2 * self._patience + 1
+            with host_work():
+                self._sink(lifted)
+
+    @property
+    def _has_sums(self) -> bool:
+        """Whether gradients add up, or have done so and their homes are kept."""
+        homes = self._setup.store.homes
+        return self._grads.adds_up or any(name == WIDE for name, _ in homes)
+
+    def disk_bytes(self) -> int:
+        """Return the bytes of homes on disk if none were on HBM."""
+        sums = self._has_sums
+        left = self._places.on_disk - self._to_lift((), sums=sums)
+        return sum(p.n_bytes for p in self._parts[sums] if (p.kind, p.bucket) in left)
+
+    def _to_lift(self, on_hbm: Collection[int], *, sums: bool) -> frozenset[Part]:
+        """Return the homes on disk for which there is RAM while these buckets' homes are on HBM:
+        what the homes take less that lie in RAM otherwise. ``sums``: whether gradients add up."""
+        on_disk = self._places.on_disk
+        if not on_disk or self._setup.comm.size > 1:
+            return frozenset()
+        below = [part for part in self._parts[sums] if part.bucket not in on_hbm]
+        there = [part for part in below if (part.kind, part.bucket) in on_disk]
+        whole, now = (
+            sum(part.n_bytes for part in parts if (part.kind, part.bucket) not in on_disk)
+            for parts in (self._parts[True], below)
+        )
+        return lift(there, whole - now)
+
+    def _sink(self, wanted: Collection[Part]) -> None:
+        """Move homes in RAM back to disk that are not ``wanted`` there."""
+        lifted = self._places.lifted
+        for part in sorted(lifted - set(wanted), key=by_use, reverse=True):
+            self._move(
+                *(self._setup.buckets[part[1]], Tier.NVME),
+                change=partial(lifted.discard, part),
+                undo=partial(lifted.add, part),
+                kind=part[0],
+            )
+
+    def _lift(self, part: Part) -> None:
+        """Move homes on disk to RAM."""
+        lifted = self._places.lifted
+        self._move(
+            *(self._setup.buckets[part[1]], Tier.HOST),
+            change=partial(lifted.add, part),
+            undo=partial(lifted.discard, part),
+            kind=part[0],
+        )
 
     def _hold(self, bucket: Bucket) -> Slab:
         """Return memory as large as what is yet to be made of a bucket's homes on HBM."""
@@ -144,63 +253,69 @@ class Rehoming:
                 if n_bytes <= 0:
                     return
                 if homes.bucket in self._places.on_hbm:
-                    moved = self._move(self._setup.buckets[homes.bucket], Tier.HOST)
+                    moved = self._lower(self._setup.buckets[homes.bucket])
                     n_bytes -= homes.n_bytes if moved else 0
 
-    def _move(self, bucket: Bucket, tier: Tier) -> bool:
-        """Move all homes of a bucket; False, and nothing done, if the user's code holds one."""
-        setup = self._setup
-        if self._manager.is_bound_at_home(bucket.id):  # perhaps it asks for this room itself
-            return False
+    def _move(
+        self, bucket: Bucket, tier: Tier, *, change: Act, undo: Act, kind: Kind | None = None
+    ) -> bool:
+        """Move those homes of a bucket that a ``change`` of places moves; False, and nothing done,
+        if the user's code holds one, or there is no room.
+
+        ``tier``: where most of them go. ``kind``: if only these move, between disk and RAM.
+        """
+        setup, has_weights = self._setup, kind is None or kind is Kind.PARAM
+        if has_weights and self._manager.is_bound_at_home(bucket.id):
+            return False  # perhaps it asks for this room itself
         if self._stepper is not None:
             self._stepper.finish()  # its updates' references to states look like a user's
         setup.saver.wait_for(bucket.id)
+        if has_weights and not self._is_free(bucket):
+            return False
+        change()
+        if not self._has_room(bucket):
+            undo()
+            return False
+        with self._meter.changing():
+            try:
+                self._move_all(bucket)
+            except BaseException:  # a bucket's homes are where places say
+                undo()
+                self._move_all(bucket)
+                raise
+            if tier is Tier.HBM:  # now: no peak of the next step counts it
+                self._grads.homes.make(bucket, wide=False)
+        setup.log.now(What.DECISION, tier=tier, bucket=bucket.id, why=f"homes are on {tier.name}")
+        return True
+
+    def _is_free(self, bucket: Bucket) -> bool:
+        """Whether the user's code holds none of a bucket's homes, to which what was written to its
+        weights is brought."""
         if self._is_shared:  # to write, ranks would have to meet; and they need not move alike
             self._manager.finish_update(bucket.id)
             self._manager.let_write(bucket.id)
         else:
             self._manager.flush_and_wait(bucket.id)
-        if self._is_held(bucket) or not self._has_room(bucket, tier):
-            return False
-        with self._meter.changing():
-            self._move_all(bucket, tier)
-        setup.log.now(What.DECISION, tier=tier, bucket=bucket.id, why=f"homes are on {tier.name}")
-        return True
+        return not self._is_held(bucket)
 
-    def _move_all(self, bucket: Bucket, tier: Tier) -> None:
-        before = self._places.tier(Kind.PARAM, bucket.id)
-        names = [name for name, _ in self._setup.store.of_bucket(bucket.id)]
-        moved: list[str] = []
-        self._set(bucket, tier)
-        try:
-            for name in names:
-                self._move_one(name, bucket)
-                moved.append(name)
-        except BaseException:  # a bucket's homes are all on one tier
-            self._set(bucket, before)
-            for name in moved:
-                self._move_one(name, bucket)
-            raise
-        if tier is Tier.HBM:
-            self._grads.homes.make(bucket, wide=False)  # now: no peak of the next step counts it
+    def _move_all(self, bucket: Bucket) -> None:
+        for name in self._setup.store.misplaced(bucket):
+            if name in (GRAD, WIDE):  # an empty one is freed
+                self._grads.rehome(name, bucket)
+            else:
+                self._replace(name, bucket)
 
-    def _move_one(self, name: str, bucket: Bucket) -> None:
-        if name not in (GRAD, WIDE):
-            self._replace(name, bucket)
-        elif (name, bucket.id) in self._setup.store.homes:  # an empty one was freed
-            self._grads.rehome(name, bucket)
-
-    def _has_room(self, bucket: Bucket, tier: Tier) -> bool:
-        """Whether a tier holds a bucket's homes as they are now."""
-        needed = self._setup.store.bytes_of(bucket.id)
-        free = self._setup.ledger.free(tier)
-        if free is None and tier is Tier.HOST:
-            free = self._setup.ram()
-        return free is None or needed <= free
-
-    def _set(self, bucket: Bucket, tier: Tier) -> None:
-        on_hbm = self._places.on_hbm
-        on_hbm.add(bucket.id) if tier is Tier.HBM else on_hbm.discard(bucket.id)
+    def _has_room(self, bucket: Bucket) -> bool:
+        """Whether HBM and HOST hold those of a bucket's homes that are to move there, as they are
+        now."""
+        setup = self._setup
+        needed = Counter[Tier]()
+        for name, tier in setup.store.misplaced(bucket).items():
+            needed[tier] += kept_bytes(setup.store.homes[name, bucket.id], bucket)
+        free = {tier: setup.ledger.free(tier) for tier in (Tier.HBM, Tier.HOST)}
+        if free[Tier.HOST] is None:
+            free[Tier.HOST] = setup.ram()
+        return all(room is None or needed[tier] <= room for tier, room in free.items())
 
     def _replace(self, name: str, bucket: Bucket) -> None:
         """Move one home, and let the manager and the optimizer's states show the new one."""
@@ -217,6 +332,11 @@ class Rehoming:
         old.leave(new)
 
 
+def by_use(part: Part) -> tuple[int, int]:
+    """Return the place of homes in the order in which RAM is given to them."""
+    return PRIORITY.index(part[0]), part[1]
+
+
 def movable(setup: Setup, *, sums: bool) -> list[BucketHomes]:
     """Return the homes of a prepared model that may move to HBM; none if that saves nothing."""
     device = setup.device
@@ -225,7 +345,6 @@ def movable(setup: Setup, *, sums: bool) -> list[BucketHomes]:
     if setup.comm.size > 1 and not setup.store.is_gathered:  # others read them where they lie
         return []
     fixed, places = {homes.bucket for homes in setup.budget.on_hbm}, setup.store.places
-    found = movable_homes(
-        setup.blueprint, is_cuda=device.is_cuda, on_disk=places.on_disk, sums=sums
-    )
+    on_disk = places.on_disk if setup.comm.size > 1 else ()
+    found = movable_homes(setup.blueprint, is_cuda=device.is_cuda, on_disk=on_disk, sums=sums)
     return [homes for homes in found if homes.bucket not in fixed]

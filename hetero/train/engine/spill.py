@@ -10,6 +10,7 @@ from hetero.io import ALIGN
 from hetero.memory.layout import Bucket
 from hetero.plan.placement import HomePart, place
 from hetero.train.engine.blueprint import Blueprint
+from hetero.train.engine.hbm_homes import sizes_of
 from hetero.train.gradients.ring import ring_bytes
 from hetero.types import Kind, format_bytes
 
@@ -95,12 +96,13 @@ def passing_bytes(plan: Blueprint) -> int:
     return ring_bytes(plan.grad_sizes) + widening(plan) + plan.stages_bytes + plan.crossing_bytes
 
 
-def parts_of(plan: Blueprint) -> Iterator[HomePart]:
-    """Yield every home there can be, with the most bytes it can take."""
+def parts_of(plan: Blueprint, *, sums: bool = True) -> Iterator[HomePart]:
+    """Yield every home there can be, with the most bytes it can take. ``sums``: whether several
+    gradients add up, which takes fp32 where there are masters."""
     for bucket in plan.layout.buckets:
         yield HomePart(Kind.PARAM, bucket.id, bucket.home_bytes)
         if bucket.trainable:
-            for kind, size in plan.element_bytes(bucket).items():
+            for kind, size in sizes_of(plan, bucket, sums=sums).items():
                 yield HomePart(kind, bucket.id, bucket.share_numel * size)
 
 

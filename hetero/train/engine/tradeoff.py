@@ -13,6 +13,7 @@ from hetero.plan.placement import BucketHomes, hold
 from hetero.plan.weighing import (
     SPARE,
     Copies,
+    Drive,
     Traffic,
     UnitStep,
     passing_share,
@@ -46,6 +47,7 @@ class Tradeoff:
         needs: the buckets that each unit's access pins.
         copies: how long copies take.
         pace: returns the seconds in which HOST updates a parameter; None if it is unknown yet.
+        drive: returns what homes on disk cost.
         passing: whether updates of homes on HOST pass through HBM.
         early: whether HOST updates homes while backward goes on.
         share: of the room that activations may take, in place of the best (benchmarks).
@@ -60,6 +62,7 @@ class Tradeoff:
         *,
         copies: Copies,
         pace: Callable[[], float | None],
+        drive: Callable[[], Drive],
         passing: Passing,
         early: bool,
         share: float | None = None,
@@ -70,6 +73,7 @@ class Tradeoff:
         self._needs = needs
         self._copies = copies
         self._pace = pace
+        self._drive = drive
         self._passing = passing
         self._early = early
         self._share = share
@@ -95,7 +99,7 @@ class Tradeoff:
         if pace is None or not homes:
             return None
         self._weighed = True
-        traffic = self._traffic(homes, pace)
+        traffic, drive = self._traffic(homes, pace), self._drive()
         uses = [self._forecast.use(unit) for unit in units]
         hbm = self._room.hbm
         most = hbm.most_bytes - self._room.ring.useful_bytes
@@ -111,7 +115,9 @@ class Tradeoff:
                     UnitStep(use, policy, self._needs[unit])
                     for unit, use, policy in zip(units, uses, policies, strict=True)
                 ]
-                seconds = step_seconds(stages, traffic, held, self._copies, early=self._early)
+                seconds = step_seconds(
+                    *(stages, traffic, held, self._copies), early=self._early, drive=drive
+                )
                 found.append(Weighed(seconds, left, policies, stages, held))
         if not found:
             return None

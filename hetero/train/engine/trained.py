@@ -25,7 +25,7 @@ from hetero.train.update.masters import LossScaler
 from hetero.train.update.pace import UpdatePace
 from hetero.train.update.passage import Passage
 from hetero.train.update.step import Stepper
-from hetero.types import Tier
+from hetero.types import Tier, noop
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,15 +48,17 @@ class Trained:
         early: bool,
         growing: Growing = standing,
         lifting: Growing = standing,
+        before_sums: Callable[[], None] = noop,
     ) -> Trained:
         """Take gradients from ``device``.
 
         ``early`` says whether updates begin in backward; ``growing`` is entered while gradients
-        on HBM take more bytes, ``lifting`` while one at home has a copy there.
+        on HBM take more bytes, ``lifting`` while one at home has a copy there; ``before_sums`` is
+        called before one in RAM becomes fp32.
         """
         cores = Cores(setup.worker.n_threads)
         room = {"growing": growing, "lifting": lifting}
-        grads = make_grads(setup, device, link, cores, early=early, **room)
+        grads = make_grads(setup, device, link, cores, early=early, before_sums=before_sums, **room)
         passage = Passage(device, link, setup.ledger)
         stepper = None
         if setup.inner is not None:
@@ -102,6 +104,7 @@ def make_grads(
     early: bool,
     growing: Growing,
     lifting: Growing,
+    before_sums: Callable[[], None],
 ) -> GradStore:
     trainable = [bucket for bucket in setup.buckets if bucket.trainable]
     ring = GradRing(
@@ -112,6 +115,12 @@ def make_grads(
         most_bytes=max((bucket.n_bytes for bucket in trainable), default=0),
         lifting=lifting,
     )
+    check = setup.budget.sums_check()
+
+    def make_room() -> None:
+        before_sums()
+        check()
+
     make: Callable[..., GradStore] = GradStore
     if setup.comm.size > 1:
         make = partial(SharedGradStore, comm=setup.comm, link=link, space=setup.budget.sums)
@@ -125,7 +134,7 @@ def make_grads(
         cores=cores,
         early=early,
         growing=growing,
-        check_sums=setup.budget.sums_check(),
+        before_sums=make_room,
         parts=setup.parts,
     )
 

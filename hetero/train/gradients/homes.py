@@ -36,11 +36,11 @@ class GradHomes:
         layout: Layout,
         device: Device,
         growing: Growing = standing,
-        check_sums: Callable[[], None] = noop,
+        before_sums: Callable[[], None] = noop,
     ) -> None:
         self.store = store
         self._growing = growing  # on HBM, for bytes of a home there
-        self._check_sums = check_sums  # raises BudgetError if RAM has no room for wide homes
+        self._before_sums = before_sums  # makes room in RAM for wide homes, or raises BudgetError
         self.expects_sums = False
         """Whether gradients will be summed: homes of buckets with masters then begin in fp32."""
         self.layout = layout
@@ -62,7 +62,7 @@ class GradHomes:
         if bucket.id in self.store.places.on_hbm:
             with self._growing(bucket.share_numel * torch.float32.itemsize):
                 return self.store.get(Kind.GRAD, WIDE, bucket, torch.float32)
-        self._check_sums()
+        self._before_sums()
         return self.store.get(Kind.GRAD, WIDE, bucket, torch.float32)
 
     def of(self, bucket: Bucket) -> Home:

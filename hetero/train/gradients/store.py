@@ -86,11 +86,11 @@ class GradStore:
         cores: Cores,
         early: bool = False,
         growing: Growing = standing,
-        check_sums: Callable[[], None] = noop,
+        before_sums: Callable[[], None] = noop,
         parts: Parts | None = None,
     ) -> None:
         self.ring = ring
-        self.homes = GradHomes(store, layout, device, growing, check_sums)
+        self.homes = GradHomes(store, layout, device, growing, before_sums)
         self.early = EarlyReads(enabled=early)
         self.place = device.torch_device
         self.norm_ord: float | None = None  # the norm in use, taken as gradients leave
