@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 
@@ -95,3 +98,32 @@ def test_states_that_begin_once_homes_are_on_hbm_find_room(precision: str, share
             run.step(number, scale=float("inf") if precision == "fp16" and number == 4 else 1.0)
         assert run.optimizer.state_dict()["state"]
     assert there.has_weights_of(home)
+
+
+@pytest.mark.parametrize("where", ["HBM", "disk"])
+def test_a_state_and_views_of_it_are_written_in_turn(where: str, tmp_path: Path) -> None:
+    """Where no tensor shows it: what one of them wrote is what the other reads and writes."""
+
+    def train(run: Run) -> None:
+        for number in range(3):
+            run.step(number)
+        for param in list(run.model.parameters())[::3]:
+            state = run.optimizer.state[param]["exp_avg"]
+            view, rows = state.view(-1), state[1:]
+            view.mul_(2.0)
+            state.mul_(3.0)
+            rows.add_(1.0)
+            assert torch.equal(state.clone(), view.view_as(state))
+            run.optimizer.state[param]["exp_avg"].sub_(0.5)
+            assert torch.equal(state[1:], rows) and torch.equal(rows, view.view_as(state)[1:])
+            view[:5] = 0.25
+            assert float(state.flatten()[:5].sum()) == 1.25
+        run.step(3)
+
+    disk: Any = {"nvme": tmp_path, "host": 450_000} if where == "disk" else {}
+    ours = sim_run(SOME, units=24, **disk)
+    plain = sim_run(SOME, homes_on_hbm=False, units=24)
+    for run in (ours, plain):
+        train(run)
+    assert ours.bits() == plain.bits()
+    assert ours.on_hbm and bool(ours.engine.setup.store.places.on_disk) == (where == "disk")

@@ -13,7 +13,7 @@ from hetero.internals import make_wrapper, tree_map
 from hetero.memory.home import Home
 from hetero.memory.homestore import HomeStore
 from hetero.memory.layout import Segment
-from hetero.memory.shown import alias
+from hetero.memory.shown import alias, take
 
 _DETACH = torch.ops.aten.detach.default
 
@@ -207,17 +207,22 @@ def handle(store: HomeStore, home: Home, segment: Segment) -> torch.Tensor:
     if home.shows:
         return home.view(segment)
 
-    def read() -> torch.Tensor:
+    def there() -> Home:
+        """Return the home as it is with what was written to views of the segment."""
         store.before_use()
-        return home.now.read(segment)
+        now = home.now
+        if segment in now.copies and now.copies[segment].written:
+            take(now, segment)
+        return now
+
+    def read() -> torch.Tensor:
+        return there().read(segment)
 
     def keep() -> torch.Tensor:
-        store.before_use()
-        return alias(home.now, segment)
+        return alias(there(), segment)
 
     def write(value: torch.Tensor) -> None:
-        store.before_use()
-        home.now.write(segment, value)
+        there().write(segment, value)
 
     return shown(HomeSlot(home, segment, read=read, keep=keep, write=write))
 
