@@ -150,7 +150,12 @@ class Home:
     @property
     def now(self) -> Home:
         """This home, or the one that its bytes have moved to."""
-        return self if self._successor is None else self._successor.now
+        home = self
+        while home._successor is not None:
+            home = home._successor
+        if home is not self:
+            self._successor = home  # a handle that is kept need not go through all moves again
+        return home
 
     @property
     def item_dtype(self) -> torch.dtype:
@@ -356,9 +361,9 @@ class HostHome(Home):
     __slots__ = ()
 
 
-class LiftedHome(HostHome):
-    """A home in RAM that has a place on disk: it is shown as it is there, so that it may go back
-    whatever the user's code holds."""
+class MovableHome(HostHome):
+    """A home in RAM of a model with homes on disk. It is shown as those are, and as those on a
+    device: by copies, so that it may move whatever the user's code holds."""
 
     __slots__ = ()
 

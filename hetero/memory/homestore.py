@@ -18,7 +18,7 @@ from hetero.memory.changes import Sharing
 from hetero.memory.codec import EXACT, Codec
 from hetero.memory.extent import PinSpan, PinUse, Request, overlap
 from hetero.memory.hbmhome import DeviceHome
-from hetero.memory.home import DiskHome, Home, HostHome, LiftedHome, Pinned, cut
+from hetero.memory.home import DiskHome, Home, HostHome, MovableHome, Pinned, cut
 from hetero.memory.layout import Bucket
 from hetero.memory.ledger import Ledger
 from hetero.memory.nopool import NoPool
@@ -126,7 +126,7 @@ class HomeStore:
             if kind is Kind.PARAM:
                 share.lock_own(self._device)
             return share
-        lies = LiftedHome if (kind, bucket.id) in self.places.on_disk else HostHome
+        lies = MovableHome if self.places.on_disk else HostHome
         return lies(self._device.slab(n_bytes, travels=name in TRAVEL), bucket, dtype, codec)
 
     def _on_device(self, bucket: Bucket, dtype: torch.dtype, codec: Codec, n_bytes: int) -> Home:

@@ -86,8 +86,8 @@ class Pool:
 
     @property
     def seconds_per_byte(self) -> float:
-        """How long a byte takes that is read and written once, each lane by itself; 0 if that is
-        unknown yet."""
+        """How long a byte takes that is read and written once: on the slower of both lanes, when it
+        was used last; 0 if that is unknown yet."""
         return max(self.nvme.pace.values(), default=0.0)
 
     def adopt(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import hetero
 from hetero.errors import BudgetError, DiskReadError
-from hetero.memory.home import Home, LiftedHome
+from hetero.memory.home import Home, MovableHome
 from hetero.memory.homestore import HomeStore
 from hetero.train.engine.rehoming import Part
 from hetero.types import Kind, Tier
@@ -62,7 +62,7 @@ def check_places(run: Run) -> None:
     for kind, number in setup.store.places.lifted:
         if kind is not Kind.GRAD:
             homes = [home for name, home in setup.store.of_bucket(number) if name == kind.value]
-            assert all(isinstance(home, LiftedHome) for home in homes)
+            assert all(isinstance(home, MovableHome) for home in homes)
 
 
 def both(train: Callable[[Run], None], ours: Run, theirs: Run) -> None:
@@ -220,15 +220,15 @@ def test_a_drive_that_fails_while_they_come_leaves_them_on_disk(
     after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     left = [after]
-    real = LiftedHome.take_over
+    real = MovableHome.take_over
 
-    def take_over(home: LiftedHome, other: Home) -> None:
+    def take_over(home: MovableHome, other: Home) -> None:
         left[0] -= 1
         if left[0] < 0:
             raise DiskReadError("it fails", advice="none", path="", op="read")
         real(home, other)
 
-    monkeypatch.setattr(LiftedHome, "take_over", take_over)
+    monkeypatch.setattr(MovableHome, "take_over", take_over)
 
     def train(run: Run) -> None:
         for number in range(6):

@@ -6,9 +6,8 @@ RAM that they leave for HBM holds homes that are on disk, until they come down a
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from contextlib import AbstractContextManager
-from functools import partial
 
 from hetero.device import Slab
 from hetero.errors import BudgetError, StorageError
@@ -32,13 +31,13 @@ from hetero.types import Kind, Tier
 
 Part = tuple[Kind, int]
 """The homes of one kind of one bucket."""
-Act = Callable[[], object]
 
 
 class Rehoming:
     """Knows which buckets may have their homes on HBM, and moves them there and back.
 
-    A bucket of which the user's code holds a tensor stays where it is.
+    A bucket of which the user's code holds a tensor stays where it is, unless homes are shown by
+    copies on every tier, as those of a model with some on disk are.
     """
 
     def __init__(self, setup: Setup, manager: ChunkManager, trained: Trained, meter: Meter) -> None:
@@ -101,15 +100,18 @@ class Rehoming:
         return frozenset(b for b in buckets if self._is_held(self._setup.buckets[b]))
 
     def _is_held(self, bucket: Bucket) -> bool:
-        """Whether the user's code holds a weight at home, or a state. Of shares it has copies."""
+        """Whether the user's code holds memory of a weight's home, or of a state's. Of shares it
+        has copies."""
         if self._is_shared:
             return False
         copy = self._manager.copies[bucket.id]
-        if copy.is_shown or copy.home.views.held or self.optimizer is None:
+        if copy.home.views.held or self.optimizer is None:
             return True
         if self._manager.is_bound_at_home(bucket.id):
             return True
-        return is_seen(self._setup, bucket, self.optimizer)
+        if self._places.on_disk:
+            return False
+        return copy.is_shown or is_seen(self._setup, bucket, self.optimizer)
 
     def come_down(self) -> None:
         """Move all homes to where they lie if there is nothing on HBM, as far as they may."""
@@ -124,25 +126,19 @@ class Rehoming:
     def _lower(self, bucket: Bucket) -> bool:
         """Move a bucket's homes down, once homes that lie in their RAM are on disk again; False if
         the user's code holds one."""
-        on_hbm = self._places.on_hbm
         self._sink(self._to_lift(self.on_hbm - {bucket.id}, sums=self._has_sums))
-        return self._move(
-            *(bucket, Tier.HOST),
-            change=lambda: on_hbm.discard(bucket.id),
-            undo=lambda: on_hbm.add(bucket.id),
-        )
+        return self._move(bucket, Tier.HOST, on_hbm=self._places.on_hbm - {bucket.id})
 
     def raise_to(self, wanted: Collection[int]) -> None:
         """Move the ``wanted`` homes up that are not on HBM, until the device has no such memory:
         for states, too, that are yet to be made there. RAM that they leave holds homes from disk.
         """
-        self._raise(wanted)
         self._n_calm = 0 if self._has_sums else self._n_calm + 1
-        lifted = self._to_lift(self.on_hbm, sums=self._n_calm <= self._patience)
         try:
+            self._raise(wanted)
+            lifted = self._to_lift(self.on_hbm, sums=self._n_calm <= self._patience)
             self._sink(lifted)
-            for part in sorted(lifted - self._places.lifted, key=by_use):
-                self._lift(part)
+            self._lift(lifted)
         except StorageError as error:  # who needs these bytes is told
             self._setup.log.now(What.DECISION, tier=Tier.NVME, why=str(error))
 
@@ -151,18 +147,9 @@ class Rehoming:
         held: list[Slab] = []
         for number in sorted(set(wanted) - places.on_hbm):
             bucket = self._setup.buckets[number]
-            lifted = {part for part in places.lifted if part[1] == number}
-
-            def change(number: int = number, lifted: set[Part] = lifted) -> None:
-                places.on_hbm.add(number)
-                places.lifted.difference_update(lifted)
-
-            def undo(number: int = number, lifted: set[Part] = lifted) -> None:
-                places.on_hbm.discard(number)
-                places.lifted.update(lifted)
-
+            lifted = {part for part in places.lifted if part[1] != number}
             try:
-                if self._move(bucket, Tier.HBM, change=change, undo=undo):
+                if self._move(bucket, Tier.HBM, on_hbm=places.on_hbm | {number}, lifted=lifted):
                     held.append(self._hold(bucket))
             except BudgetError as error:  # fragmented, or taken by another process
                 self.lower(places.on_hbm - {number})
@@ -174,7 +161,8 @@ class Rehoming:
         longer each time."""
         lifted = self._to_lift(self.on_hbm, sums=True)
         if self._places.lifted - lifted:
-            self._patience = 2 * self._patience + 1
+            if self._n_calm:  # the first gradient of a step that does
+                self._n_calm, self._patience = 0, 2 * self._patience + 1
             with host_work():
                 self._sink(lifted)
 
@@ -191,39 +179,33 @@ class Rehoming:
         return sum(p.n_bytes for p in self._parts[sums] if (p.kind, p.bucket) in left)
 
     def _to_lift(self, on_hbm: Collection[int], *, sums: bool) -> frozenset[Part]:
-        """Return the homes on disk for which there is RAM while these buckets' homes are on HBM:
-        what the homes take less that lie in RAM otherwise. ``sums``: whether gradients add up."""
+        """Return the homes on disk for which there is RAM while these buckets' homes are on HBM.
+
+        RAM for all homes without a place on disk was set aside, with gradients that add up; there
+        is as much as they take less now. ``sums``: whether gradients add up.
+        """
         on_disk = self._places.on_disk
         if not on_disk or self._setup.comm.size > 1:
             return frozenset()
         below = [part for part in self._parts[sums] if part.bucket not in on_hbm]
         there = [part for part in below if (part.kind, part.bucket) in on_disk]
-        whole, now = (
+        set_aside, taken = (
             sum(part.n_bytes for part in parts if (part.kind, part.bucket) not in on_disk)
             for parts in (self._parts[True], below)
         )
-        return lift(there, whole - now)
+        return lift(there, set_aside - taken)
 
     def _sink(self, wanted: Collection[Part]) -> None:
         """Move homes in RAM back to disk that are not ``wanted`` there."""
-        lifted = self._places.lifted
-        for part in sorted(lifted - set(wanted), key=by_use, reverse=True):
-            self._move(
-                *(self._setup.buckets[part[1]], Tier.NVME),
-                change=partial(lifted.discard, part),
-                undo=partial(lifted.add, part),
-                kind=part[0],
-            )
+        for part in sorted(self._places.lifted - set(wanted), key=by_use, reverse=True):
+            kind, bucket = part[0], self._setup.buckets[part[1]]
+            self._move(bucket, Tier.NVME, lifted=self._places.lifted - {part}, kind=kind)
 
-    def _lift(self, part: Part) -> None:
-        """Move homes on disk to RAM."""
-        lifted = self._places.lifted
-        self._move(
-            *(self._setup.buckets[part[1]], Tier.HOST),
-            change=partial(lifted.add, part),
-            undo=partial(lifted.discard, part),
-            kind=part[0],
-        )
+    def _lift(self, wanted: Collection[Part]) -> None:
+        """Move those of the ``wanted`` homes to RAM that are on disk."""
+        for part in sorted(set(wanted) - self._places.lifted, key=by_use):
+            kind, bucket = part[0], self._setup.buckets[part[1]]
+            self._move(bucket, Tier.HOST, lifted=self._places.lifted | {part}, kind=kind)
 
     def _hold(self, bucket: Bucket) -> Slab:
         """Return memory as large as what is yet to be made of a bucket's homes on HBM."""
@@ -257,12 +239,21 @@ class Rehoming:
                     n_bytes -= homes.n_bytes if moved else 0
 
     def _move(
-        self, bucket: Bucket, tier: Tier, *, change: Act, undo: Act, kind: Kind | None = None
+        self,
+        bucket: Bucket,
+        tier: Tier,
+        *,
+        on_hbm: set[int] | None = None,
+        lifted: set[Part] | None = None,
+        kind: Kind | None = None,
     ) -> bool:
-        """Move those homes of a bucket that a ``change`` of places moves; False, and nothing done,
-        if the user's code holds one, or there is no room.
+        """Move a bucket's homes to where they lie with other places; False, and nothing done, if
+        the user's code holds one, or there is no room.
 
-        ``tier``: where most of them go. ``kind``: if only these move, between disk and RAM.
+        Args:
+            tier: where they go, but for those with a place on disk.
+            on_hbm, lifted: the places; None: as they are.
+            kind: of those that move, between disk and RAM; None: all.
         """
         setup, has_weights = self._setup, kind is None or kind is Kind.PARAM
         if has_weights and self._manager.is_bound_at_home(bucket.id):
@@ -272,21 +263,27 @@ class Rehoming:
         setup.saver.wait_for(bucket.id)
         if has_weights and not self._is_free(bucket):
             return False
-        change()
+        before = self._places.on_hbm, self._places.lifted
+        self._set(on_hbm, lifted)
         if not self._has_room(bucket):
-            undo()
+            self._set(*before)
             return False
         with self._meter.changing():
             try:
                 self._move_all(bucket)
             except BaseException:  # a bucket's homes are where places say
-                undo()
+                self._set(*before)
                 self._move_all(bucket)
                 raise
             if tier is Tier.HBM:  # now: no peak of the next step counts it
                 self._grads.homes.make(bucket, wide=False)
         setup.log.now(What.DECISION, tier=tier, bucket=bucket.id, why=f"homes are on {tier.name}")
         return True
+
+    def _set(self, on_hbm: set[int] | None, lifted: set[Part] | None) -> None:
+        places = self._places
+        places.on_hbm = places.on_hbm if on_hbm is None else on_hbm
+        places.lifted = places.lifted if lifted is None else lifted
 
     def _is_free(self, bucket: Bucket) -> bool:
         """Whether the user's code holds none of a bucket's homes, to which what was written to its

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import accumulate
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -106,8 +105,8 @@ class Tradeoff:
         if self._share is not None:
             return int(self._share * (most - hbm.streaming_bytes()))
         found: list[Weighed] = []
-        for held_bytes in steps([each.n_bytes for each in homes]):
-            held = hold(homes, held_bytes)
+        for held in some(homes, most - hbm.least_bytes):
+            held_bytes = sum(each.n_bytes for each in homes if each.bucket in held)
             left = most - hbm.streaming_bytes(held) - held_bytes
             policies = option(left) if left > 0 else None
             if policies is not None:
@@ -152,8 +151,8 @@ class Tradeoff:
         }
 
 
-def steps(sizes: Sequence[int]) -> list[int]:
-    """Return the bytes of none, of some, and of all homes, at most `TRIED` + 1 of them."""
-    sums = [0, *accumulate(sizes)]
-    places = {round(i * (len(sums) - 1) / TRIED) for i in range(TRIED + 1)}
-    return [sums[place] for place in sorted(places)]
+def some(homes: Sequence[BucketHomes], most_bytes: int) -> list[frozenset[int]]:
+    """Return the buckets of no homes, of some, and of as many as ``most_bytes`` hold, which all may
+    be: at most `TRIED` + 1 of them, evenly spaced."""
+    whole = min(most_bytes, sum(each.n_bytes for each in homes))
+    return list(dict.fromkeys(hold(homes, whole * i // TRIED) for i in range(TRIED + 1)))
