@@ -25,9 +25,9 @@ EIGHTHS = [0, 2, 4, 6]
 """Of the homes, that RAM holds."""
 
 
-def least_host(precision: str, nvme: Path) -> int:
+def least_host(precision: str, nvme: Path, *, units: int = UNITS, hbm: int = HBM) -> int:
     with pytest.raises(BudgetError) as found:
-        sim_run(HBM, units=UNITS, precision=precision, nvme=nvme, host=4096)
+        sim_run(hbm, units=units, precision=precision, nvme=nvme, host=4096)
     return found.value.needed_bytes
 
 
@@ -133,6 +133,29 @@ def test_what_the_user_holds_and_writes_goes_with_them(tmp_path: Path) -> None:
 
     both(train, on_disk(tmp_path), in_ram())
     assert kept
+
+
+@pytest.mark.parametrize("grows", ["activations", "sums"])
+def test_homes_leave_hbm_whatever_the_user_holds(grows: str, tmp_path: Path) -> None:
+    precision, kept = {"activations": "fp32", "sums": "bf16"}[grows], list[object]()
+
+    def train(run: Run) -> None:
+        for number in range(7):
+            if number == 4:
+                kept.append(run.optimizer.state_dict())
+                kept.append(run.model.state_dict())
+                kept.extend(state["exp_avg"].view(-1) for state in run.optimizer.state.values())
+                before = len(run.on_hbm)
+            rows = 30 if number == 5 and grows == "activations" else 2
+            run.step(number, rows, parts=2 if number == 5 and grows == "sums" else 1)
+            if number == 5 and run is ours:
+                check_places(run)
+                assert len(run.on_hbm) < before
+
+    host = least_host(precision, tmp_path, units=12, hbm=SOME) + 3 * EACH
+    disk = {"nvme": tmp_path, "host": host}
+    ours = sim_run(SOME, units=12, precision=precision, **disk)
+    both(train, ours, sim_run(SOME, units=12, precision=precision, homes_on_hbm=False))
 
 
 def test_homes_move_between_disk_and_ram_whatever_the_user_holds(tmp_path: Path) -> None:
