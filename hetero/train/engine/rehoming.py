@@ -50,12 +50,13 @@ class Rehoming:
         self.passing = Passing(setup, trained)
         self._places = setup.store.places
         self._is_shared = setup.blueprint.is_shared
-        self._n_calm = 0  # steps in a row whose gradients did not add up
+        self._n_calm = 0  # steps in a row without gradients that add up
         self._patience = 0  # how many of them there have to be before RAM for sums is used
         self._fixed = {homes.bucket: homes.n_bytes for homes in setup.budget.on_hbm}
         self._lists = [movable(setup, sums=sums) for sums in (False, True)]
         self._sizes = [{h.bucket: h.n_bytes for h in homes} for homes in self._lists]
-        self._parts = [list(parts_of(setup.blueprint, sums=sums)) for sums in (False, True)]
+        every = [parts_of(setup.blueprint, sums=sums) for sums in (False, True)]
+        self._parts = [[p for p in parts if p.bucket not in self._fixed] for parts in every]
 
     @property
     def homes(self) -> list[BucketHomes]:
@@ -169,8 +170,7 @@ class Rehoming:
     @property
     def _has_sums(self) -> bool:
         """Whether gradients add up, or have done so and their homes are kept."""
-        homes = self._setup.store.homes
-        return self._grads.adds_up or any(name == WIDE for name, _ in homes)
+        return self._grads.adds_up or any(name == WIDE for name, _ in self._setup.store.homes)
 
     def disk_bytes(self) -> int:
         """Return the bytes of homes on disk if none were on HBM."""
