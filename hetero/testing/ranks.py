@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import pickle
 import signal
@@ -28,7 +29,8 @@ N_THREADS = 1
 
 @dataclass(frozen=True)
 class Died:
-    """How a rank ended that did not return: its error, or the signal that killed it."""
+    """How a rank ended that did not return: its error, or the signal that killed it, with what its
+    threads did then if the signal is one of a fault."""
 
     error: BaseException | None
     text: str
@@ -53,10 +55,7 @@ def outcomes(n_ranks: int, body: Callable[..., Any], *args: Any) -> list[Any]:
         port = free_port()
         children = [_fork(rank, n_ranks, port, Path(folder), body, args) for rank in range(n_ranks)]
         ends = _wait_for(children)
-        return [
-            _outcome(Path(folder) / f"{rank}.pickle", ends[pid])
-            for rank, pid in enumerate(children)
-        ]
+        return [_outcome(Path(folder), rank, ends[pid]) for rank, pid in enumerate(children)]
 
 
 def free_port() -> int:
@@ -73,6 +72,7 @@ def _fork(
         return pid
     status = 1
     try:
+        faulthandler.enable((folder / f"{rank}.fault").open("wb"))  # until the process ends
         signal.signal(signal.SIGINT, signal.default_int_handler)
         os.environ.update(GLOO_SOCKET_IFNAME="lo", RANK=str(rank), LOCAL_RANK=str(rank))
         torch.set_num_threads(N_THREADS)
@@ -125,7 +125,12 @@ def _wait_for(children: Sequence[int]) -> dict[int, int]:
     return ends
 
 
-def _outcome(path: Path, status: int) -> Any:
+def _outcome(folder: Path, rank: int, status: int) -> Any:
+    path = folder / f"{rank}.pickle"
     if path.exists():
         return pickle.loads(path.read_bytes())
-    return Died(None, f"killed: status {status}")
+    fault = folder / f"{rank}.fault"
+    threads = fault.read_text(errors="replace") if fault.exists() else ""
+    code = os.waitstatus_to_exitcode(status)
+    ended = f"killed: {signal.Signals(-code).name}" if code < 0 else f"exited: {code}"
+    return Died(None, f"{ended}\n{threads}".rstrip())
