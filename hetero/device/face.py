@@ -18,6 +18,7 @@ import numpy.typing as npt
 import torch
 
 from hetero.config import HostLimit
+from hetero.device.forks import is_absent
 from hetero.errors import ConfigError
 from hetero.internals import capsule_of, storage_uses
 from hetero.types import Lane, format_bytes
@@ -279,6 +280,11 @@ class Slab:
     def registered(self) -> bool:
         """Whether it is page-locked."""
         return self.unlock is not None
+
+    @property
+    def is_absent(self) -> bool:
+        """Whether this is a forked child, which has none of its memory: see [Note: forks]."""
+        return is_absent(self.mapping)
 
     def carve(self, offset: int, n_bytes: int) -> torch.Tensor:
         """Return bytes [offset, offset + n_bytes) as a tensor with its own StorageImpl.

@@ -1,10 +1,4 @@
-"""Page-locked memory: slabs that are registered with CUDA, within a budget.
-
-[Note: forks]  A fork shares pages between parent and child. CUDA copies to and from the parent's
-pages, so the kernel copies all page-locked ones at the fork, or else the first write moves one of
-the two elsewhere. So registered slabs stay out of children: a worker of a DataLoader forks at the
-speed of a process without them.
-"""
+"""Page-locked memory: slabs that are registered with CUDA, within a budget."""
 
 from __future__ import annotations
 
@@ -20,6 +14,7 @@ from functools import partial
 import torch
 
 from hetero.device.face import Slab, map_slab
+from hetero.device.forks import keep_out, let_in
 from hetero.types import format_bytes
 
 ALREADY_REGISTERED = 712  # cudaErrorHostMemoryAlreadyRegistered
@@ -51,7 +46,7 @@ class LockedMemory:
         if mapping is not None and self._has_room(size):
             slab.block.zero_()  # threads touch its pages: CUDA, which would, has one for it
         if mapping is not None and self._register(first, first + size):
-            advise(mapping, "MADV_DONTFORK")  # see [Note: forks]
+            keep_out(mapping)
             slab.unlock = partial(self._unlock, first, mapping)
         return slab
 
@@ -65,7 +60,7 @@ class LockedMemory:
             return None
         mapping = None if slab is None else slab.mapping
         if mapping is not None:
-            advise(mapping, "MADV_DONTFORK")  # see [Note: forks]
+            keep_out(mapping)
         return partial(self._unlock, first, mapping)
 
     def _register(self, first: int, end: int) -> bool:
@@ -112,7 +107,7 @@ class LockedMemory:
             self.n_bytes -= self._ends.pop(first) - first
             self._sort()
         if mapping is not None:
-            advise(mapping, "MADV_DOFORK")
+            let_in(mapping)
 
     def _refused(self, n_bytes: int, *, is_wall: bool) -> None:
         """Forget CUDA's error; if it was too much, remember that, and warn."""
@@ -131,9 +126,3 @@ class LockedMemory:
                 stacklevel=2,
             )
         self._told = True
-
-
-def advise(mapping: mmap.mmap, name: str) -> None:
-    """Give the kernel an advice on a mapping, where there is one of this name."""
-    if hasattr(mmap, name):
-        mapping.madvise(getattr(mmap, name))

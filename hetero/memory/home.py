@@ -9,87 +9,23 @@ pagecache.py). A coded home (codec.py) counts in items of the codec, and has no 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from hashlib import blake2b
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
 from hetero.crc import crc32
-from hetero.device import ALONE, Device, Slab, Ticket, release_slab, use_count
-from hetero.internals import storage_uses
+from hetero.device import Device, Slab, Ticket, release_slab
+from hetero.errors import ForkedProcessError
 from hetero.memory.changes import UNSEEN, Changes
 from hetero.memory.codec import ENCODED_AT_ONCE, Codec, NotFinite, refusal
 from hetero.memory.extent import Extent, Extents, PinSpan, PinUse, Request
 from hetero.memory.layout import Bucket, Segment, row
 from hetero.memory.nopool import NoPool
 from hetero.memory.pool import Pool
+from hetero.memory.views import Copy, SegmentViews, shaped, valueless
 from hetero.types import Lane
 
 Fill = Callable[[torch.Tensor], None]
-
-
-class Copy:
-    """Stands for a segment of a home that cannot be aliased; dense, on HOST."""
-
-    __slots__ = ("_digest", "value")
-
-    def __init__(self, value: torch.Tensor) -> None:
-        self.value = value
-        self._digest = self._now()
-
-    @property
-    def held(self) -> bool:
-        """Whether an alias of it is alive."""
-        return use_count(self.value) > ALONE
-
-    @property
-    def written(self) -> bool:
-        """Whether it differs from the value shown last."""
-        return self._now() != self._digest
-
-    def show(self, value: torch.Tensor) -> None:
-        """Take a new value from its home."""
-        self.value.copy_(value)
-        self._digest = self._now()
-
-    def _now(self) -> bytes:
-        flat = row(self.value).view(torch.uint8)
-        return blake2b(memoryview(flat.numpy()), digest_size=16).digest()
-
-
-class SegmentViews:
-    """The tensors of a home's segments, and what refers to them."""
-
-    __slots__ = ("_addresses", "_baseline", "_storages", "segments")
-
-    def __init__(self, segments: Iterable[torch.Tensor]) -> None:
-        self.segments = list(segments)
-        self._storages = [segment.untyped_storage() for segment in self.segments]
-        self._addresses = [storage._cdata for storage in self._storages]  # theirs while they live
-        self._baseline = self._uses()
-
-    @property
-    def held(self) -> bool:
-        """Whether the user's code refers to the memory of a segment."""
-        return self._uses() > self._baseline
-
-    @property
-    def objects_held(self) -> bool:
-        """Whether anything but one state dict of ours refers to a segment's very object."""
-        return max(map(sys.getrefcount, self.segments), default=0) > _OURS
-
-    @property
-    def versions(self) -> tuple[int, ...]:
-        """How often torch has seen each segment written."""
-        return tuple(segment._version for segment in self.segments)
-
-    def _uses(self) -> int:
-        return sum(map(storage_uses, self._addresses))
-
-    def clear(self) -> None:
-        """Drop them."""
-        for known in (self.segments, self._storages, self._addresses):
-            known.clear()
 
 
 class Home:
@@ -101,7 +37,7 @@ class Home:
     shape and dtype but show a single NaN.
     """
 
-    __slots__ = (*("_flat", "_slab", "_successor", "codec", "copies", "dtype", "views"),)
+    __slots__ = (*("_items", "_slab", "_successor", "codec", "copies", "dtype", "views"),)
     on_device = False
     """Whether compute reads and writes it where it is, while the model pages."""
     stays = True
@@ -135,7 +71,7 @@ class Home:
         self._successor: Home | None = None
         self.copies: dict[Segment, Copy] = {}  # see [Note: copies that are shown] in shown.py
         n_bytes = codec.n_bytes(numel or bucket.numel, dtype)
-        self._flat = slab.carve(0, n_bytes).view(codec.dtype(dtype))
+        self._items = slab.carve(0, n_bytes).view(codec.dtype(dtype))
         self.views = SegmentViews(
             shaped(
                 slab, s.offset * dtype.itemsize, s.spec.shape, s.spec.stride, s.spec.numel, dtype
@@ -160,11 +96,11 @@ class Home:
     @property
     def item_dtype(self) -> torch.dtype:
         """The dtype of parts."""
-        return self._flat.dtype
+        return self._items.dtype
 
     @property
     def device(self) -> torch.device:
-        return self._flat.device
+        return self._items.device
 
     @property
     def shown_on(self) -> torch.device:
@@ -195,6 +131,19 @@ class Home:
 
     # -- its memory ------------------------------------------------------------------------------
 
+    @property
+    def _flat(self) -> torch.Tensor:
+        """All of its items; ForkedProcessError where a child has none of their memory."""
+        self._check_here()
+        return self._items
+
+    def _check_here(self) -> None:
+        if self._slab.is_absent:
+            raise ForkedProcessError(
+                "a forked process uses homes in page-locked RAM, which its parent keeps",
+                advice="start it with the 'spawn' method, and pass values, not the model",
+            )
+
     def part(self, run: slice) -> torch.Tensor:
         """Return a run of its items, 1-D."""
         return self._flat[run]
@@ -205,6 +154,7 @@ class Home:
 
     def view(self, segment: Segment) -> torch.Tensor:
         """Return a segment's own tensor, the same object each time."""
+        self._check_here()
         return self.views.segments[segment.position]
 
     def empty(self, segment: Segment, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -244,9 +194,9 @@ class Home:
         self.discard()
         self._successor = successor
         successor.copies.update(self.copies)
-        self._flat = torch.empty(0, dtype=self.item_dtype, device=self.shown_on)
+        self._items = torch.empty(0, dtype=self.item_dtype, device=self.shown_on)
         self.views.clear()
-        del self._slab
+        self._slab = Slab(0, self._items)
 
     def take_over(self, other: Home) -> None:
         """Take the bytes of another home of the bucket, which nothing writes meanwhile."""
@@ -463,33 +413,3 @@ def cut(start: int, end: int, size: int) -> Iterator[slice]:
         stop = min(end, (start // size + 1) * size)
         yield slice(start, stop)
         start = stop
-
-
-def _references() -> int:
-    """Return the reference count, in this Python, of a segment that only a state dict refers to."""
-    segments = [object()]
-    state = {"key": segments[0]}
-    (count,) = map(sys.getrefcount, segments)
-    return count if state else 0
-
-
-_OURS = _references()
-
-
-def shaped(
-    slab: Slab,
-    offset_bytes: int,
-    shape: Sequence[int],
-    stride: Sequence[int],
-    numel: int,
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    """Return part of a slab as a tensor of this geometry, with its own storage."""
-    piece = slab.carve(offset_bytes, numel * dtype.itemsize).view(dtype)
-    return torch.as_strided(piece, tuple(shape), tuple(stride))
-
-
-def valueless(shape: Sequence[int], dtype: torch.dtype, place: torch.device) -> torch.Tensor:
-    """Return a tensor that stands for a segment of which there is no tensor."""
-    number = float("nan") if dtype.is_floating_point else 0
-    return torch.full((), number, dtype=dtype, device=place).expand(shape)

@@ -11,8 +11,9 @@ from __future__ import annotations
 import torch
 
 from hetero.memory.codec import is_finite, refusal
-from hetero.memory.home import Copy, Home
+from hetero.memory.home import Home
 from hetero.memory.layout import Segment, row
+from hetero.memory.views import Copy
 
 
 def alias(home: Home, segment: Segment) -> torch.Tensor:

@@ -1,0 +1,86 @@
+"""Memory that forked children do not get.
+
+[Note: forks]  A fork shares pages between parent and child. CUDA copies to and from the parent's
+pages, so the kernel copies all page-locked ones at the fork, or else the first write moves one of
+the two elsewhere. So page-locked memory stays out of children: a worker of a DataLoader forks at
+the speed of a process without it.
+
+A child has the parent's objects, and nothing at the addresses that these name. Its next mappings
+would be there: it would read them as weights, and unmap them as it drops the parent's objects
+(a segmentation fault, at any time later). So a child keeps these addresses from all use, and these
+mappings for good; `hetero.memory.home` refuses to read them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import threading
+import weakref
+from collections.abc import Iterable
+from contextlib import suppress
+
+_UNSHARED: weakref.WeakKeyDictionary[mmap.mmap, bool] = weakref.WeakKeyDictionary()
+_HELD: dict[int, list[mmap.mmap]] = {}
+"""Those that a thread which forks keeps alive until it has, by the thread."""
+_ABSENT: set[int] = set()
+"""The ids of those that this process has from its parent, where they are."""
+
+_MAP_NORESERVE, _MAP_FIXED_NOREPLACE = 0x4000, 0x100000  # Linux's; Python names them from 3.13 on
+_FAILED = ctypes.c_void_p(-1).value
+
+
+def keep_out(mapping: mmap.mmap) -> None:
+    """Leave a mapping out of the children that this process forks from now on."""
+    if hasattr(mmap, "MADV_DONTFORK"):
+        _UNSHARED[mapping] = True  # first: another thread may fork
+        mapping.madvise(mmap.MADV_DONTFORK)
+
+
+def let_in(mapping: mmap.mmap) -> None:
+    """Undo `keep_out`."""
+    if hasattr(mmap, "MADV_DOFORK"):
+        mapping.madvise(mmap.MADV_DOFORK)
+        _UNSHARED.pop(mapping, None)
+
+
+def is_absent(mapping: mmap.mmap | None) -> bool:
+    """Whether a mapping is the parent's, and its memory is not here."""
+    return bool(_ABSENT) and id(mapping) in _ABSENT
+
+
+def _before() -> None:
+    _HELD[threading.get_ident()] = [*_UNSHARED]
+
+
+def _in_parent() -> None:
+    _HELD.pop(threading.get_ident(), None)
+
+
+def _in_child() -> None:
+    absent = {id(each): each for each in (*_HELD.pop(threading.get_ident(), ()), *_UNSHARED)}
+    for mapping in absent.values():
+        # whatever finalizers do, and in whichever order: unmapped, its addresses are others'
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(mapping))
+    _reserve(absent.values())
+    _UNSHARED.clear()
+    _ABSENT.update(absent)
+
+
+def _reserve(mappings: Iterable[mmap.mmap]) -> None:
+    """Map the addresses of mappings, so that nothing else is there: an access ends the process."""
+    with suppress(OSError, AttributeError):  # without such calls, others may be there
+        libc = ctypes.CDLL(None)
+        libc.mmap.restype = ctypes.c_void_p
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED_NOREPLACE
+        for mapping in mappings:
+            wanted = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
+            size = ctypes.c_size_t(len(mapping))
+            got = libc.mmap(ctypes.c_void_p(wanted), size, 0, flags, -1, ctypes.c_long(0))
+            if got not in (wanted, _FAILED):  # a kernel before 4.17 took the address for a wish
+                libc.munmap(ctypes.c_void_p(got), size)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_before, after_in_parent=_in_parent, after_in_child=_in_child)
