@@ -21,6 +21,7 @@ import numpy.typing as npt
 from hetero import interrupts
 from hetero.errors import DivergenceError, RankLost
 from hetero.parallel.farewell import Parting
+from hetero.parallel.fence import fence
 from hetero.parallel.news import KILLED, Left, News
 
 SAID_BYTES, ROW_BYTES, HEAD_BYTES = 96, 400, 16
@@ -43,7 +44,8 @@ class RankWatch:
         self._lives = {other: os.pidfd_open(pid) for other, pid in pids.items()}
 
     def until(self, is_true: Callable[[], bool], rank: int, what: str) -> None:
-        """Block until something is true that a rank brings about; else raise RankLost."""
+        """Block until something is true that a rank brings about, and what it wrote before can be
+        read; else raise RankLost."""
         looks, began = 0, 0.0
         while not is_true():
             self._awaited.rank = rank
@@ -58,6 +60,7 @@ class RankWatch:
                     raise self._lost(rank, what, self._news.known() or late)
             interrupts.point(2)
             time.sleep(PAUSES_SECONDS[min(looks // LOOKS, len(PAUSES_SECONDS) - 1)])
+        fence()
 
     def awaited(self) -> int | None:
         """Return the rank of the last wait that this thread did not ask for yet."""
@@ -110,6 +113,7 @@ class Entries:
         head = call.to_bytes(8, "little") + n_bytes.to_bytes(8, "little")
         entry = head + said.ljust(SAID_BYTES) + row
         self._memory[at : at + len(entry)] = entry
+        fence()  # also after all that this rank has read, and others may overwrite now
         self._made[0] = call
 
     def read(self, call: int) -> tuple[int, str, int, bytes]:

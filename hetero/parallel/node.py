@@ -11,6 +11,7 @@ from __future__ import annotations
 import mmap
 import os
 import pickle
+import threading
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
@@ -29,6 +30,7 @@ from hetero.device.comm import Comm
 from hetero.memory.changes import bucket_of, count
 from hetero.memory.layout import Layout
 from hetero.parallel.board import Board, Entries, RankWatch
+from hetero.parallel.fence import fence
 from hetero.parallel.news import News
 from hetero.train.gradients.crossing import outbox_bytes
 
@@ -92,6 +94,7 @@ class Control:
         """Tell the others of a file."""
         free = next(row for row in self.files if row[1] == 0)
         free[0] = number_of(name)
+        fence()
         free[1] = fd + 1
 
 
@@ -116,6 +119,7 @@ class SharedNode:
         self._files: dict[str, int] = {}
         self._maps: dict[tuple[str, int], mmap.mmap] = {}
         self._watch = watch
+        self._counting = threading.Lock()
         entries = [control.entries for control in controls.values()]
         self.board = Board(rank, entries, self._watch, self._letter)
         swaps = [control.swaps for control in controls.values()]
@@ -186,12 +190,16 @@ class SharedNode:
 
     def changed(self, counter: int) -> None:
         """This rank has made a change that it began; on any thread."""
-        self._controls[self._rank].counts[counter] += 1
+        fence()
+        with self._counting:
+            self._controls[self._rank].counts[counter] += 1
 
     def is_current(self, counter: int) -> bool:
         """Whether all ranks of this copy have made the changes that this one has begun."""
         begun = self._begun[counter]
-        return all(self._controls[rank].has_made(counter, begun) for rank in self._copy)
+        found = all(self._controls[rank].has_made(counter, begun) for rank in self._copy)
+        fence()
+        return found
 
     def wait(self, counter: int) -> None:
         """Block until they have; raises RankLost for a rank that died, or takes too long."""
