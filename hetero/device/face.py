@@ -18,8 +18,8 @@ import numpy.typing as npt
 import torch
 
 from hetero.config import HostLimit
-from hetero.device.forks import is_absent
 from hetero.errors import ConfigError
+from hetero.forks import is_absent
 from hetero.internals import capsule_of, storage_uses
 from hetero.types import Lane, format_bytes
 

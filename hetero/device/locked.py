@@ -14,7 +14,7 @@ from functools import partial
 import torch
 
 from hetero.device.face import Slab, map_slab
-from hetero.device.forks import keep_out, let_in
+from hetero.forks import keep_out, let_in
 from hetero.types import format_bytes
 
 ALREADY_REGISTERED = 712  # cudaErrorHostMemoryAlreadyRegistered

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from hetero.device import CudaDevice, Device, Ticket
 from hetero.device.comm import Addends, Comm, Company, Node, relay_of
 from hetero.errors import ConfigError
+from hetero.forks import keep_in_children
 from hetero.memory.layout import Layout
 from hetero.parallel.board import SAID_BYTES, check_calls
 from hetero.parallel.gathers import DeviceGathers, Gathers, HostGathers, all_gather, connected
@@ -58,6 +59,7 @@ class Gloo:
         teams: Teams | None = None,
         everyone: Company | None = None,
     ) -> None:
+        keep_in_children(self)
         self.node: Node | None = None
         self._one_sided = one_sided
         world = dist.get_world_size()
@@ -230,6 +232,7 @@ class Meetings:
     """Numbered calls on a group of their own, compared before any goes on."""
 
     def __init__(self, group: dist.ProcessGroup, waits: Waits) -> None:
+        keep_in_children(self)
         self.group = group
         self.waits = waits
         self._n_calls = 0

@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from hetero.crc import crc32
 from hetero.errors import RankLost
+from hetero.forks import keep_in_children
 from hetero.parallel.farewell import Parting, parting_of, reason_of, tell_at_end
 
 ROW_BYTES, WHY_BYTES = 640, 400
@@ -70,6 +71,7 @@ class News:
     """
 
     def __init__(self, group: dist.ProcessGroup, rank: int, size: int) -> None:
+        keep_in_children(self)
         self.rank, self.size = rank, size
         self._group = group
         self._others = [other for other in range(size) if other != rank]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import os
 import pickle
 import signal
@@ -72,6 +73,9 @@ def _fork(
         return pid
     status = 1
     try:
+        # Garbage of the parent's is not this process's to destroy: a process group of torch, say,
+        # whose end waits for threads that are not here.
+        gc.freeze()
         faulthandler.enable((folder / f"{rank}.fault").open("wb"))  # until the process ends
         signal.signal(signal.SIGINT, signal.default_int_handler)
         os.environ.update(GLOO_SOCKET_IFNAME="lo", RANK=str(rank), LOCAL_RANK=str(rank))

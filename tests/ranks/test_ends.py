@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import signal
 
 import pytest
+import torch.distributed as dist
 
 from hetero.testing.ranks import Died, outcomes, run_ranks
 
@@ -37,3 +39,27 @@ def test_a_rank_that_is_killed_tells_by_what() -> None:
     first, last = outcomes(2, by_signal)
     assert first == 0
     assert last == Died(None, "killed: SIGTERM")
+
+
+class Cycle:
+    """Garbage that goes when the collector comes."""
+
+    def __init__(self, group: object) -> None:
+        self.group = group
+        self.me = self
+
+
+def collects(rank: int) -> int:
+    gc.collect()
+    return rank
+
+
+def test_a_rank_leaves_its_parents_garbage_alone() -> None:
+    """A group's end would wait for threads that only the parent has."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    Cycle(dist.group.WORLD)
+    dist.destroy_process_group()
+    try:
+        assert run_ranks(2, collects) == [0, 1]
+    finally:
+        gc.collect()

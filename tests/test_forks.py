@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader, Dataset
 import hetero
 from hetero.device import Slab
 from hetero.device.face import map_slab
-from hetero.device.forks import is_absent, keep_out, let_in
 from hetero.errors import ForkedProcessError
+from hetero.forks import is_absent, keep_out, let_in
 from tests.emulator import fake
 
 MIB = 2**20

@@ -1,4 +1,4 @@
-"""Memory that forked children do not get.
+"""What forked children do not get, and may not destroy (floor 0, no torch).
 
 [Note: forks]  A fork shares pages between parent and child. CUDA copies to and from the parent's
 pages, so the kernel copies all page-locked ones at the fork, or else the first write moves one of
@@ -9,6 +9,10 @@ A child has the parent's objects, and nothing at the addresses that these name. 
 would be there: it would read them as weights, and unmap them as it drops the parent's objects
 (a segmentation fault, at any time later). So a child keeps these addresses from all use, and these
 mappings for good; `hetero.memory.home` refuses to read them.
+
+Nor has a child the threads of a process group, which the group's end waits for (it hangs, or is
+such a fault), be it that the group was closed long ago and the child's collector finds it. So it
+keeps the objects that have groups, too.
 """
 
 from __future__ import annotations
@@ -22,10 +26,11 @@ from collections.abc import Iterable
 from contextlib import suppress
 
 _UNSHARED: weakref.WeakKeyDictionary[mmap.mmap, bool] = weakref.WeakKeyDictionary()
-_HELD: dict[int, list[mmap.mmap]] = {}
-"""Those that a thread which forks keeps alive until it has, by the thread."""
+_KEPT: weakref.WeakSet[object] = weakref.WeakSet()
+_HELD: dict[int, list[object]] = {}
+"""All of them, which a thread that forks keeps alive until it has; by the thread."""
 _ABSENT: set[int] = set()
-"""The ids of those that this process has from its parent, where they are."""
+"""The ids of mappings that this process has from its parent, without their memory."""
 
 _MAP_NORESERVE, _MAP_FIXED_NOREPLACE = 0x4000, 0x100000  # Linux's; Python names them from 3.13 on
 _FAILED = ctypes.c_void_p(-1).value
@@ -45,13 +50,18 @@ def let_in(mapping: mmap.mmap) -> None:
         _UNSHARED.pop(mapping, None)
 
 
+def keep_in_children(owner: object) -> None:
+    """Let no child that this process forks destroy an object, and what it refers to."""
+    _KEPT.add(owner)
+
+
 def is_absent(mapping: mmap.mmap | None) -> bool:
     """Whether a mapping is the parent's, and its memory is not here."""
     return bool(_ABSENT) and id(mapping) in _ABSENT
 
 
 def _before() -> None:
-    _HELD[threading.get_ident()] = [*_UNSHARED]
+    _HELD[threading.get_ident()] = [*_UNSHARED, *_KEPT]
 
 
 def _in_parent() -> None:
@@ -59,10 +69,10 @@ def _in_parent() -> None:
 
 
 def _in_child() -> None:
-    absent = {id(each): each for each in (*_HELD.pop(threading.get_ident(), ()), *_UNSHARED)}
-    for mapping in absent.values():
-        # whatever finalizers do, and in whichever order: unmapped, its addresses are others'
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(mapping))
+    found = [*_HELD.pop(threading.get_ident(), ()), *_UNSHARED, *_KEPT]
+    for each in found:  # for good, whatever finalizers do, and in whichever order
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
+    absent = {id(each): each for each in found if isinstance(each, mmap.mmap)}
     _reserve(absent.values())
     _UNSHARED.clear()
     _ABSENT.update(absent)

@@ -1,0 +1,127 @@
+"""Children of a rank, as a DataLoader's workers, which end nothing that is their parent's."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+import hetero
+from hetero.testing.ranks import run_ranks
+from tests.ranks.models import Run, built, loss_of
+from tests.ranks.tensor_models import TensorRun
+from tests.ranks.tensor_models import built as tensor_parallel
+from tests.ranks.tensor_models import loss_of as tensor_loss_of
+
+RUN = Run(steps=2, settings={"device": "cpu:sim", "hbm": 60_000, "chunk_bytes": 1024})
+SECONDS = 30.0
+
+
+def in_child(body: Callable[[], object]) -> int:
+    """Return how a forked child ended; one that hangs is killed."""
+    pid = os.fork()
+    if not pid:
+        body()
+        os._exit(0)
+    deadline = time.monotonic() + SECONDS
+    while True:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        if time.monotonic() > deadline:
+            os.kill(pid, signal.SIGKILL)
+            deadline += SECONDS
+        time.sleep(0.01)
+
+
+def ends(rank: int, way: str) -> list[int]:
+    """Return how children ended that collect while the model lives, and after it was released."""
+    if way == "tensors":
+        run = TensorRun("tp", "adamw")
+        model, optimizer = hetero.prepare(*tensor_parallel(run), **run.settings)
+        loss = tensor_loss_of(model, run, 0)
+    else:
+        model, plain = built(RUN)
+        model, optimizer = hetero.prepare(model, plain, mesh={"dp_shard": 2}, **RUN.settings)
+        loss = loss_of(model, RUN, 0, rank)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    del loss
+    kept = [model, optimizer]
+    del model, optimizer
+
+    def drop() -> None:
+        kept.clear()
+        gc.collect()
+
+    gc.collect()
+    gc.disable()
+    found = [in_child(gc.collect), in_child(drop)]
+    hetero.release(*kept)
+    kept.clear()
+    found.append(in_child(gc.collect))  # which finds what was prepared
+    gc.collect()
+    return [*found, in_child(gc.collect)]
+
+
+@pytest.mark.parametrize("way", ["shares", "tensors"])
+def test_a_child_that_collects_or_drops_the_model_ends_well(way: str) -> None:
+    assert run_ranks(2, ends, way) == [[0] * 4] * 2
+
+
+class Squares(Dataset[int]):
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> int:
+        gc.collect()
+        return index * index
+
+
+def loads(rank: int) -> list[int]:
+    """Load batches by workers, after a model was released and while another one is prepared."""
+    gc.disable()
+    found: list[int] = []
+    for _ in range(2):
+        model, plain = built(RUN)
+        model, optimizer = hetero.prepare(model, plain, mesh={"dp_shard": 2}, **RUN.settings)
+        batches = DataLoader(Squares(), num_workers=2, multiprocessing_context="fork")
+        for number, batch in enumerate(batches):
+            found.append(int(batch))
+            if number < 2:
+                loss_of(model, RUN, number, rank).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        hetero.release(model, optimizer)
+        del model, optimizer, plain
+    return found
+
+
+def test_workers_load_while_ranks_train() -> None:
+    assert run_ranks(2, loads) == [[n * n for n in range(8)] * 2] * 2
+
+
+def test_a_rank_of_which_children_were_forked_trains_on() -> None:
+    def trains(rank: int) -> float:
+        model, plain = built(RUN)
+        model, optimizer = hetero.prepare(model, plain, mesh={"dp_shard": 2}, **RUN.settings)
+        losses = []
+        for number in range(3):
+            loss = loss_of(model, RUN, number, rank)
+            assert in_child(gc.collect) == 0
+            loss.backward()
+            assert in_child(gc.collect) == 0
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+        hetero.release(model, optimizer)
+        return float(torch.stack(losses).sum())
+
+    assert all(torch.isfinite(torch.tensor(run_ranks(2, trains))))
