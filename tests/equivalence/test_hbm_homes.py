@@ -16,6 +16,7 @@ from hetero.errors import BudgetError, OutOfMemory
 from hetero.train.engine.tuning import Tuning
 from hetero.types import Kind, Lane, Tier
 from tests.equivalence.blocks import (
+    EACH,
     SOME,
     UNIT,
     UNITS,
@@ -325,6 +326,31 @@ def test_states_that_the_user_holds_leave_fewer_frames_to_a_larger_batch() -> No
 
     run = pair(SOME, train)
     assert run.on_hbm and len(kept) == 4 * UNITS
+
+
+@pytest.mark.parametrize("until", ["forward", "backward", "step"])
+@pytest.mark.parametrize("more", [8, 12, 16])
+def test_homes_give_way_to_views_of_all_weights(more: int, until: str) -> None:
+    """They need not be dropped before the model computes, as without homes on HBM."""
+    hbm = 3 * EACH + more * UNIT
+
+    def train(run: Run) -> None:
+        for number in range(9):
+            run.step(number)
+            if number in (3, 4, 6):
+                views = [block.weight.detach() for block in run.model.blocks]
+                for view in views:
+                    view.mul_(1.01)
+                if until == "forward":
+                    del view, views
+                run.backward(100 + number)
+                if until == "backward":
+                    del view, views
+                run.optimizer.step()
+                run.optimizer.zero_grad()
+
+    run = pair(hbm, train)
+    assert run.most
 
 
 def test_a_batch_too_large_beside_held_states_is_refused_before_an_update() -> None:

@@ -293,7 +293,8 @@ class Room:
         return max(0, spare)
 
     def resume(self) -> None:
-        """Have no more frames than before `spare`; OutOfMemory if views hold too many."""
+        """Have no more frames than before `spare`, or more in the place of homes while views hold
+        them; OutOfMemory if views hold too many."""
         if self._lent is None:
             self._meter.resume()
             return
@@ -301,9 +302,19 @@ class Room:
             self.frames.shed()
             self._meter.resume()
             if self.frames.limit > self._lent and not self.frames.lower(self._lent):
-                raise self._held_back(self._lent)
+                self._keep_held(self._lent)
         self._lent = None
         self._ledger.charge(Tier.HBM, Kind.ACTIVATION, self.budget.activation_bytes, "activations")
+
+    def _keep_held(self, limit: int) -> None:
+        """Let homes give way to frames above ``limit`` that views hold, until they are free."""
+        hbm, taken = self.hbm, self.budget.activation_bytes
+        held = self.frames.vacate() + hbm.least_bytes
+        needed = taken + max(held, self.frames.limit * hbm.granule_bytes)
+        self.homes.give_way(needed + self.homes.n_bytes - hbm.most_bytes)
+        if needed + self.homes.n_bytes > hbm.most_bytes:
+            raise self._held_back(limit)
+        self._due = limit
 
     def _held_back(self, limit: int) -> OutOfMemory:
         """Return the error for views that hold memory which activations need."""
