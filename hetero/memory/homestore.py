@@ -6,6 +6,7 @@ from bisect import insort
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import NamedTuple
 
 import torch
 
@@ -30,6 +31,21 @@ from hetero.types import Kind, Tier, noop
 TRAVEL = (Kind.PARAM.value, Kind.GRAD.value)
 """Homes that copies use. States are updated where they lie, and sums of gradients are added up by
 threads: to page-lock them would only take time."""
+
+Key = tuple[str, int]
+"""The name of a home, and its bucket."""
+Charge = tuple[Tier, Kind, int]
+"""Bytes of a tier that a home takes."""
+
+
+class Move(NamedTuple):
+    """A home that has been copied: see `HomeStore.copy`."""
+
+    key: Key
+    old: Home
+    new: Home
+    charged: Charge | None
+    """For the old one."""
 
 
 class HomeStore:
@@ -58,15 +74,15 @@ class HomeStore:
         self._sharing = Sharing()
         self._device = device
         self._ledger = ledger
-        self._charged: dict[tuple[str, int], tuple[Tier, Kind, int]] = {}
-        self._parked: dict[tuple[str, int], Pinned] = {}  # homes on disk without content
+        self._charged: dict[Key, Charge] = {}
+        self._parked: dict[Key, Pinned] = {}  # homes on disk without content
         self._names: list[str] = []  # ascending
         self._kinds: dict[str, Kind] = {}
         self.places = places or HomePlaces()
         self.hbm_bytes: Counter[int] = Counter()
         """HBM that homes take, by bucket."""
         self.pool: Pool | NoPool = pool or NoPool()
-        self.homes: dict[tuple[str, int], Home] = {}
+        self.homes: dict[Key, Home] = {}
         self.before_use: Callable[[], None] = noop  # called before the user reads or writes a state
 
     @property
@@ -175,13 +191,9 @@ class HomeStore:
                 found[name] = wanted
         return found
 
-    def move(self, name: str, bucket: Bucket) -> tuple[Home, Home]:
-        """Move a home to the tier that `places` now says; return the old one and the new one.
-
-        Nothing may use it, and no views of it may be alive but those that the caller replaces. The
-        old one keeps its memory until the caller calls `Home.leave`; its place on disk stays its
-        own.
-        """
+    def copy(self, name: str, bucket: Bucket) -> Move:
+        """Copy a home to the tier that `places` now says. The old one stays in use until `switch`,
+        which cannot fail, or `forget`; nothing may write it meanwhile."""
         key = name, bucket.id
         old, charged = self.homes[key], self._charged.pop(key, None)
         new: Home | None = None
@@ -191,26 +203,35 @@ class HomeStore:
                 old.ahead()
             new.take_over(old)
         except BaseException:
-            self._forget(key, new)
-            if charged is not None:
-                self._charged[key] = charged
+            self._restore(key, new, charged)
             raise
-        if isinstance(old, Pinned):
-            self._parked[key] = old
-        if charged is not None:
-            self._credit(bucket.id, *charged)
-        self.homes[key] = new
-        return old, new
+        return Move(key, old, new, charged)
 
-    def _forget(self, key: tuple[str, int], home: Home | None) -> None:
-        """Give back a home that its bytes have not reached; None if it could not be made, though it
-        may have been charged."""
+    def switch(self, move: Move) -> None:
+        """Let the copy be the home. Nothing may use the old one, and no views of it may be alive
+        but those that the caller replaces. It keeps its memory until the caller calls `Home.leave`,
+        and its place on disk for good."""
+        if isinstance(move.old, Pinned):
+            self._parked[move.key] = move.old
+        if move.charged is not None:
+            self._credit(move.key[1], *move.charged)
+        self.homes[move.key] = move.new
+
+    def forget(self, move: Move) -> None:
+        """Give up a copy: the old home goes on."""
+        self._restore(move.key, move.new, move.charged)
+
+    def _restore(self, key: Key, new: Home | None, charged: Charge | None) -> None:
+        """Give back a home that is not used, with its charge; None if it could not be made, though
+        it may have been charged."""
         made = self._charged.pop(key, None)
         if made is not None:
             self._credit(key[1], *made)
-        if isinstance(home, Pinned):
-            home.discard()
-            self._parked[key] = home
+        if isinstance(new, Pinned):
+            new.discard()
+            self._parked[key] = new
+        if charged is not None:
+            self._charged[key] = charged
 
     def held(self, request: Request) -> AbstractContextManager[None]:
         """Hold a request's extents in memory for the length of a block (see `Pool.pin`)."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 import hetero
 from hetero.errors import BudgetError, DiskReadError
-from hetero.memory.home import Home, MovableHome
+from hetero.memory.home import Home, MovableHome, Pinned
 from hetero.memory.homestore import HomeStore
 from hetero.train.engine.rehoming import Part
 from hetero.types import Kind, Tier
@@ -262,3 +263,39 @@ def test_a_drive_that_fails_while_they_come_leaves_them_on_disk(
     ours = on_disk(tmp_path, "fp32", eighths=2)
     both(train, ours, in_ram("fp32"))
     assert left[0] < 0
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("after", [0, 1, 3, 6, 11])
+def test_homes_of_which_some_cannot_be_copied_stay_where_all_are(
+    after: int, precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No copy succeeds any more, not even one that would undo others."""
+    left = [after]
+    failed = 0
+
+    def failing(real: Callable[[Any, Home], None]) -> Callable[[Any, Home], None]:
+        def take_over(home: Home, other: Home) -> None:
+            nonlocal failed
+            left[0] -= 1
+            if left[0] < 0:
+                failed += 1
+                raise DiskReadError("it fails", advice="none", path="", op="read")
+            real(home, other)
+
+        return take_over
+
+    for kind in (Home, Pinned):
+        monkeypatch.setattr(kind, "take_over", failing(kind.take_over))
+
+    def train(run: Run) -> None:
+        for number in range(8):
+            if number == 5:
+                left[0] = 10**6
+            run.step(number)
+            if run is ours:
+                check_places(run)
+
+    ours = on_disk(tmp_path, precision, eighths=2)
+    both(train, ours, in_ram(precision))
+    assert failed and lifted(ours)

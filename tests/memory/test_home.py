@@ -160,21 +160,47 @@ def test_runs_are_cut_at_multiples() -> None:
     assert list(cut(5, 5, 4)) == []
 
 
+def moved(store: HomeStore, bucket: Bucket) -> Home:
+    """Move a home to the tier that places say."""
+    move = store.copy("param", bucket)
+    assert store.homes["param", bucket.id] is move.old
+    store.switch(move)
+    move.old.leave(move.new)
+    return move.new
+
+
 def test_a_home_moves_between_tiers_with_its_bytes_and_its_charge() -> None:
+    ledger = Ledger({Tier.HOST: 10**6, Tier.HBM: 10**6})
+    store, bucket = HomeStore(CpuDevice(), ledger), make_bucket()
+    _, values = filled(store, bucket)
+    n_bytes = ledger.used(Tier.HOST)
+    store.places.on_hbm.add(bucket.id)
+    up = moved(store, bucket)
+
+    assert up is store.homes["param", bucket.id] and up.on_device
+    assert torch.equal(up.load(slice(0, len(values))), values)
+    assert (ledger.used(Tier.HOST), ledger.used(Tier.HBM)) == (0, n_bytes)
+    store.places.on_hbm.clear()
+    down = moved(store, bucket)
+    assert type(down) is HostHome and torch.equal(down.load(slice(0, len(values))), values)
+    assert (ledger.used(Tier.HOST), ledger.used(Tier.HBM)) == (n_bytes, 0)
+
+
+def test_a_copy_that_is_given_up_costs_nothing_and_the_home_goes_on() -> None:
     ledger = Ledger({Tier.HOST: 10**6, Tier.HBM: 10**6})
     store, bucket = HomeStore(CpuDevice(), ledger), make_bucket()
     home, values = filled(store, bucket)
     n_bytes = ledger.used(Tier.HOST)
     store.places.on_hbm.add(bucket.id)
-    old, up = store.move("param", bucket)
-
-    assert old is home and up is store.homes["param", bucket.id] and up.on_device
-    assert torch.equal(up.load(slice(0, len(values))), values)
-    assert (ledger.used(Tier.HOST), ledger.used(Tier.HBM)) == (0, n_bytes)
+    move = store.copy("param", bucket)
+    assert (ledger.used(Tier.HOST), ledger.used(Tier.HBM)) == (n_bytes, n_bytes)
+    store.forget(move)
     store.places.on_hbm.clear()
-    _, down = store.move("param", bucket)
-    assert type(down) is HostHome and torch.equal(down.load(slice(0, len(values))), values)
+
+    assert store.homes["param", bucket.id] is home and not store.misplaced(bucket)
+    assert torch.equal(home.load(slice(0, len(values))), values)
     assert (ledger.used(Tier.HOST), ledger.used(Tier.HBM)) == (n_bytes, 0)
+    assert not store.hbm_bytes.total()
 
 
 def test_a_move_without_room_leaves_the_home_where_it_is() -> None:
@@ -184,7 +210,7 @@ def test_a_move_without_room_leaves_the_home_where_it_is() -> None:
     n_bytes = ledger.used(Tier.HOST)
     store.places.on_hbm.add(bucket.id)
     with pytest.raises(BudgetError):
-        store.move("param", bucket)
+        store.copy("param", bucket)
 
     assert store.homes["param", bucket.id] is home
     assert (ledger.used(Tier.HOST), ledger.used(Tier.HBM)) == (n_bytes, 0)

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 from hetero.device import Slab
 from hetero.errors import BudgetError, StorageError
 from hetero.events import What
-from hetero.memory.homestore import kept_bytes
+from hetero.memory.homestore import Move, kept_bytes
 from hetero.memory.layout import Bucket
 from hetero.memory.manager import PARAM, ChunkManager
 from hetero.plan.placement import PRIORITY, BucketHomes, lift
@@ -271,9 +271,8 @@ class Rehoming:
         with self._meter.changing():
             try:
                 self._move_all(bucket)
-            except BaseException:  # a bucket's homes are where places say
+            except BaseException:  # none of them has moved
                 self._set(*before)
-                self._move_all(bucket)
                 raise
             if tier is Tier.HBM:  # now: no peak of the next step counts it
                 self._grads.homes.make(bucket, wide=False)
@@ -296,11 +295,26 @@ class Rehoming:
         return not self._is_held(bucket)
 
     def _move_all(self, bucket: Bucket) -> None:
-        for name in self._setup.store.misplaced(bucket):
-            if name in (GRAD, WIDE):  # an empty one is freed
-                self._grads.rehome(name, bucket)
-            else:
-                self._replace(name, bucket)
+        """Move a bucket's homes to where places say, or none of them: all are copied before the
+        first copy is used. Homes of gradients that have none are dropped."""
+        store, empty = self._setup.store, list[str]()
+        moves: list[Move] = []
+        try:
+            for name in store.misplaced(bucket):
+                if name in (GRAD, WIDE) and not self._grads.land(name, bucket):
+                    empty.append(name)
+                else:
+                    moves.append(store.copy(name, bucket))
+        except BaseException:
+            for move in moves:
+                store.forget(move)
+            raise
+        for name in empty:
+            store.drop(name, bucket.id)
+        for move in moves:
+            store.switch(move)
+            self._show(move, bucket)
+            move.old.leave(move.new)
 
     def _has_room(self, bucket: Bucket) -> bool:
         """Whether HBM and HOST hold those of a bucket's homes that are to move there, as they are
@@ -314,19 +328,19 @@ class Rehoming:
             free[Tier.HOST] = setup.ram()
         return all(room is None or needed[tier] <= room for tier, room in free.items())
 
-    def _replace(self, name: str, bucket: Bucket) -> None:
-        """Move one home, and let the manager and the optimizer's states show the new one."""
-        store = self._setup.store
-        old, new = store.move(name, bucket)
-        if name == PARAM:
-            self._manager.rehome(bucket.id, new)
+    def _show(self, move: Move, bucket: Bucket) -> None:
+        """Let those who know a home that has moved know the new one."""
+        name, _ = move.key
+        if name in (GRAD, WIDE):
+            self._grads.rehome(move, bucket)
+        elif name == PARAM:
+            self._manager.rehome(bucket.id, move.new)
         elif self.optimizer is not None:
             for segment in bucket.segments:
                 param = self._setup.params[segment.index]
                 state = self.optimizer.known_state.get(param, {})
                 if name in state:
-                    state[name] = handle(store, new, segment)
-        old.leave(new)
+                    state[name] = handle(self._setup.store, move.new, segment)
 
 
 def by_use(part: Part) -> tuple[int, int]:

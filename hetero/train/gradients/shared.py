@@ -164,9 +164,9 @@ class SharedGradStore(GradStore):
         super().finish()
         self.homes.expects_sums = True  # of ranks
 
-    def rehome(self, name: str, bucket: Bucket) -> None:
+    def land(self, name: str, bucket: Bucket) -> bool:
         self._exchange.settle(bucket)
-        super().rehome(name, bucket)
+        return super().land(name, bucket)
 
     def _kept_addends(self) -> list[tuple[GradSlot, torch.Tensor]]:
         """Return addends of no_sync with the gradients to which they go, if they are there still.

@@ -28,7 +28,8 @@ from hetero.cores import Cores
 from hetero.device import ALONE, Device, Ticket, use_count
 from hetero.errors import StateError
 from hetero.jobs import Job, Worker
-from hetero.memory.homestore import HomeStore
+from hetero.memory.home import Home
+from hetero.memory.homestore import HomeStore, Move
 from hetero.memory.layout import Bucket, Layout, Segment, row
 from hetero.train.gradients.early_reads import EarlyReads
 from hetero.train.gradients.homes import GRAD, GradHomes, Growing, shaped, standing
@@ -435,22 +436,22 @@ class GradStore:
             if slot.segment.index in written:
                 slot.factors, slot.norm = NONE, None
 
-    def rehome(self, name: str, bucket: Bucket) -> None:
-        """Move a bucket's gradients to the tier that their homes now have; free an empty home."""
-        store = self.homes.store
+    def land(self, name: str, bucket: Bucket) -> bool:
+        """Wait for gradients on their way to a home; False if none is in it then."""
         self.ring.land(segment.index for segment in bucket.segments)
-        old = store.homes[name, bucket.id]
-        held = [slot for slot in self._slots_in(bucket) if slot.home is old]
+        held = self._slots_at(self.homes.store.homes[name, bucket.id], bucket)
         for slot in held:
             if not slot.is_unsummed:
                 slot.land()
-        if all(slot.state is GradState.TAKEN for slot in held):
-            store.drop(name, bucket.id)
-            return
-        _, new = store.move(name, bucket)
-        for slot in held:
-            slot.home = new
-        old.leave(new)
+        return not all(slot.state is GradState.TAKEN for slot in held)
+
+    def rehome(self, move: Move, bucket: Bucket) -> None:
+        """The bytes of a home have moved to another."""
+        for slot in self._slots_at(move.old, bucket):
+            slot.home = move.new
+
+    def _slots_at(self, home: Home, bucket: Bucket) -> list[GradSlot]:
+        return [slot for slot in self._slots_in(bucket) if slot.home is home]
 
     def release(self, bucket: Bucket) -> None:
         """Free a bucket's gradient home once no gradient is in it."""
