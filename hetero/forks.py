@@ -24,9 +24,10 @@ import threading
 import weakref
 from collections.abc import Iterable
 from contextlib import suppress
+from typing import Any
 
 _UNSHARED: weakref.WeakKeyDictionary[mmap.mmap, bool] = weakref.WeakKeyDictionary()
-_KEPT: weakref.WeakSet[object] = weakref.WeakSet()
+_KEPT: weakref.WeakKeyDictionary[object, bool] = weakref.WeakKeyDictionary()
 _HELD: dict[int, list[object]] = {}
 """All of them, which a thread that forks keeps alive until it has; by the thread."""
 _ABSENT: set[int] = set()
@@ -52,7 +53,7 @@ def let_in(mapping: mmap.mmap) -> None:
 
 def keep_in_children(owner: object) -> None:
     """Let no child that this process forks destroy an object, and what it refers to."""
-    _KEPT.add(owner)
+    _KEPT[owner] = True
 
 
 def is_absent(mapping: mmap.mmap | None) -> bool:
@@ -60,8 +61,14 @@ def is_absent(mapping: mmap.mmap | None) -> bool:
     return bool(_ABSENT) and id(mapping) in _ABSENT
 
 
+def _all() -> list[object]:
+    """Return what is known now; other threads add to it."""
+    refs: list[weakref.ref[Any]] = [*_UNSHARED.keyrefs(), *_KEPT.keyrefs()]  # each at one go
+    return [found for ref in refs if (found := ref()) is not None]
+
+
 def _before() -> None:
-    _HELD[threading.get_ident()] = [*_UNSHARED, *_KEPT]
+    _HELD[threading.get_ident()] = _all()
 
 
 def _in_parent() -> None:
@@ -69,7 +76,7 @@ def _in_parent() -> None:
 
 
 def _in_child() -> None:
-    found = [*_HELD.pop(threading.get_ident(), ()), *_UNSHARED, *_KEPT]
+    found = [*_HELD.pop(threading.get_ident(), ()), *_all()]
     for each in found:  # for good, whatever finalizers do, and in whichever order
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
     absent = {id(each): each for each in found if isinstance(each, mmap.mmap)}

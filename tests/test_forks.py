@@ -7,6 +7,7 @@ import faulthandler
 import gc
 import mmap
 import os
+import resource
 import signal
 import threading
 from collections.abc import Callable
@@ -33,7 +34,8 @@ def in_child(body: Callable[[], bool]) -> int:
         return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     code = 2
     try:
-        faulthandler.disable()  # a fault is what some are to end by
+        faulthandler.disable()  # a fault is what some are to end by, without a core
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         code = 0 if body() else 1
     finally:
         os._exit(code)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import resource
 import signal
 
 import pytest
@@ -15,6 +16,7 @@ from hetero.testing.ranks import Died, outcomes, run_ranks
 
 def by_fault(rank: int) -> int:
     if rank == 1:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         ctypes.string_at(0)
     return rank
 
