@@ -81,7 +81,7 @@ class StateError(HeteroError, RuntimeError):
 
 
 class ForkedProcessError(StateError):
-    """A forked child uses files, threads or page-locked memory that belong to its parent."""
+    """A forked child uses files, threads, memory or ranks' calls that belong to its parent."""
 
 
 class TransferError(HeteroError, RuntimeError):

@@ -10,9 +10,12 @@ would be there: it would read them as weights, and unmap them as it drops the pa
 (a segmentation fault, at any time later). So a child keeps these addresses from all use, and these
 mappings for good; `hetero.memory.home` refuses to read them.
 
+Memory that ranks of a machine share stays out of children, too: what they write there, the parent
+and other ranks would read.
+
 Nor has a child the threads of a process group, which the group's end waits for (it hangs, or is
 such a fault), be it that the group was closed long ago and the child's collector finds it. So it
-keeps the objects that have groups, too.
+keeps the objects that have groups, too; and the ranks' calls are its parent's alone (`Owner`).
 """
 
 from __future__ import annotations
@@ -25,6 +28,8 @@ import weakref
 from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any
+
+from hetero.errors import ForkedProcessError
 
 _UNSHARED: weakref.WeakKeyDictionary[mmap.mmap, bool] = weakref.WeakKeyDictionary()
 _KEPT: weakref.WeakKeyDictionary[object, bool] = weakref.WeakKeyDictionary()
@@ -54,6 +59,38 @@ def let_in(mapping: mmap.mmap) -> None:
 def keep_in_children(owner: object) -> None:
     """Let no child that this process forks destroy an object, and what it refers to."""
     _KEPT[owner] = True
+
+
+class Owner:
+    """The process that made something: none that it forks may use it.
+
+    Args:
+        what: that it is.
+        kept: which children may not destroy either, as `keep_in_children`.
+    """
+
+    def __init__(self, what: str, kept: object = None) -> None:
+        self._pid = os.getpid()
+        self._what = what
+        if kept is not None:
+            keep_in_children(kept)
+
+    @property
+    def is_here(self) -> bool:
+        return self._pid == os.getpid()
+
+    def check(self) -> None:
+        """Raise ForkedProcessError in a child."""
+        if not self.is_here:
+            raise refused(self._what)
+
+
+def refused(what: str) -> ForkedProcessError:
+    """Return what a child raises that uses what is its parent's."""
+    return ForkedProcessError(
+        f"a forked process uses {what}",
+        advice="start it with the 'spawn' method, and pass values, not the model",
+    )
 
 
 def is_absent(mapping: mmap.mmap | None) -> bool:

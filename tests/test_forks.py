@@ -168,6 +168,6 @@ def test_a_worker_that_reads_homes_is_told_and_the_training_goes_on(
     if what == "nothing":
         assert [float(each) for each in batches] == [3.0, 3.0]
     else:
-        with pytest.raises(ForkedProcessError, match="page-locked RAM, which its parent keeps"):
+        with pytest.raises(ForkedProcessError, match="shared RAM, which its parent keeps"):
             list(batches)
     assert trained(model, optimizer) < before

@@ -15,7 +15,7 @@ import torch
 
 from hetero.crc import crc32
 from hetero.device import Device, Slab, Ticket, release_slab
-from hetero.errors import ForkedProcessError
+from hetero.forks import refused
 from hetero.memory.changes import UNSEEN, Changes
 from hetero.memory.codec import ENCODED_AT_ONCE, Codec, NotFinite, refusal
 from hetero.memory.extent import Extent, Extents, PinSpan, PinUse, Request
@@ -139,10 +139,7 @@ class Home:
 
     def _check_here(self) -> None:
         if self._slab.is_absent:
-            raise ForkedProcessError(
-                "a forked process uses homes in page-locked RAM, which its parent keeps",
-                advice="start it with the 'spawn' method, and pass values, not the model",
-            )
+            raise refused("homes in page-locked or shared RAM, which its parent keeps")
 
     def part(self, run: slice) -> torch.Tensor:
         """Return a run of its items, 1-D."""

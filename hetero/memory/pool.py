@@ -22,8 +22,9 @@ from functools import partial
 from hetero import interrupts
 from hetero.config import paranoid
 from hetero.device import HUGE_PAGE, Slab
-from hetero.errors import BudgetError, DiskFull, ForkedProcessError, StateError, afresh
+from hetero.errors import BudgetError, DiskFull, StateError, afresh
 from hetero.events import EventLog
+from hetero.forks import refused
 from hetero.io import ALIGN, Folder, align_up
 from hetero.memory.extent import Extent, Extents, PinUse, Request, overlap
 from hetero.memory.ledger import Ledger
@@ -407,10 +408,7 @@ class Pool:
 
     def _refuse_fork(self) -> None:
         if self._pid != os.getpid():
-            raise ForkedProcessError(
-                "a forked process uses homes on disk, which belong to its parent",
-                advice="start it with the 'spawn' method, and pass values, not the model",
-            )
+            raise refused("homes on disk, which belong to its parent")
 
 
 def _attempt(act: Callable[[DiskSlot, memoryview], None], extent: Extent) -> BaseException | None:

@@ -20,10 +20,12 @@ import numpy.typing as npt
 
 from hetero import interrupts
 from hetero.errors import DivergenceError, RankLost
+from hetero.forks import Owner
 from hetero.parallel.farewell import Parting
 from hetero.parallel.fence import fence
 from hetero.parallel.news import KILLED, Left, News
 
+CALLS = "the ranks' calls, which its parent makes"
 SAID_BYTES, ROW_BYTES, HEAD_BYTES = 96, 400, 16
 ENTRY_BYTES = HEAD_BYTES + SAID_BYTES + ROW_BYTES
 N_ENTRIES = 64
@@ -144,6 +146,7 @@ class Board:
         self._entries = entries
         self._watch = watch
         self._mail = mail
+        self._owner = Owner(CALLS)
         self._n_letters = 0
         self._letters: dict[int, int] = {}  # by call
 
@@ -154,6 +157,7 @@ class Board:
 
     def post(self, what: str, row: bytes) -> int:
         """Make a call; return its number, to `join` it."""
+        self._owner.check()
         mine = self._entries[self._rank]
         call = mine.n_calls + 1
         self._letters[call] = self._n_letters

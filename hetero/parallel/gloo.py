@@ -18,9 +18,9 @@ import torch.distributed as dist
 from hetero.device import CudaDevice, Device, Ticket
 from hetero.device.comm import Addends, Comm, Company, Node, relay_of
 from hetero.errors import ConfigError
-from hetero.forks import keep_in_children
+from hetero.forks import Owner
 from hetero.memory.layout import Layout
-from hetero.parallel.board import SAID_BYTES, check_calls
+from hetero.parallel.board import CALLS, SAID_BYTES, check_calls
 from hetero.parallel.gathers import DeviceGathers, Gathers, HostGathers, all_gather, connected
 from hetero.parallel.groups import Box, Grouped, Straight
 from hetero.parallel.neighbours import Neighbours
@@ -59,7 +59,7 @@ class Gloo:
         teams: Teams | None = None,
         everyone: Company | None = None,
     ) -> None:
-        keep_in_children(self)
+        self._owner = Owner(CALLS, self)
         self.node: Node | None = None
         self._one_sided = one_sided
         world = dist.get_world_size()
@@ -192,7 +192,7 @@ class Gloo:
         self._talks.close()
         if self._everyone is not None:
             self._everyone.close()
-        give_up(self._groups)
+        give_up(self._groups, self._owner)
 
 
 class Talks:
@@ -206,6 +206,7 @@ class Talks:
     node: Node | None = None
 
     def __init__(self, teams: Teams, timeout_seconds: float) -> None:
+        self._owner = Owner(CALLS, self)
         ranks = own_of(teams)
         self.rank, self.size = ranks.index(dist.get_rank()), len(ranks)
         opened = (new_group(teams, timeout_seconds) for _ in range(3))
@@ -225,14 +226,14 @@ class Talks:
 
     def close(self) -> None:
         self.news.close()
-        give_up(self._groups)
+        give_up(self._groups, self._owner)
 
 
 class Meetings:
     """Numbered calls on a group of their own, compared before any goes on."""
 
     def __init__(self, group: dist.ProcessGroup, waits: Waits) -> None:
-        keep_in_children(self)
+        self._owner = Owner(CALLS, self)
         self.group = group
         self.waits = waits
         self._n_calls = 0
@@ -240,6 +241,7 @@ class Meetings:
 
     def meet(self, what: str, row: bytes = b"") -> list[bytes]:
         """Compare what all ranks are about to do; return each one's row."""
+        self._owner.check()
         heads = self._collect(self._head(what, row), what)
         end = 16 + SAID_BYTES
         check_calls(
@@ -300,10 +302,10 @@ def local_ranks() -> int:
     return int(given) if given.isdecimal() else 0
 
 
-def give_up(groups: list[Any]) -> None:
-    """Close groups that were opened."""
+def give_up(groups: list[Any], owner: Owner) -> None:
+    """Close groups that were opened; a child leaves its parent's alone."""
     for group in groups:
-        if dist.is_initialized():
+        if dist.is_initialized() and owner.is_here:
             dist.destroy_process_group(group)
     groups.clear()
 

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from hetero.crc import crc32
 from hetero.errors import RankLost
-from hetero.forks import keep_in_children
+from hetero.forks import Owner
 from hetero.parallel.farewell import Parting, parting_of, reason_of, tell_at_end
 
 ROW_BYTES, WHY_BYTES = 640, 400
@@ -71,7 +71,7 @@ class News:
     """
 
     def __init__(self, group: dist.ProcessGroup, rank: int, size: int) -> None:
-        keep_in_children(self)
+        self._owner = Owner("the ranks' news, which its parent tells", self)
         self.rank, self.size = rank, size
         self._group = group
         self._others = [other for other in range(size) if other != rank]
@@ -89,7 +89,7 @@ class News:
 
     def tell(self, how: Parting, why: str) -> None:
         """Tell all others how this rank leaves, or of the rank that it has lost."""
-        if self._has_told:
+        if self._has_told or not self._owner.is_here:  # a child does not speak for its parent
             return
         self._has_told = True
         row = packed(self._cause or Left(how, self.rank, shortened(why)))  # [Note: first causes]

@@ -3,7 +3,8 @@
 Each rank keeps its homes in files of memory, one for each name of a home, as long as whole buckets;
 pages that no share touches take nothing. The others map these files and read shares where they lie.
 Counters of each rank say how often homes were changed there (see `hetero.memory.changes`): the
-ranks make the same changes, so each knows how often to expect.
+ranks make the same changes, so each knows how often to expect. These files stay out of children: a
+child that writes to its copy of a model would write to this rank's.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import torch
 from hetero.crc import crc32
 from hetero.device import Slab
 from hetero.device.comm import Comm
+from hetero.forks import keep_out
 from hetero.memory.changes import bucket_of, count
 from hetero.memory.layout import Layout
 from hetero.parallel.board import Board, Entries, RankWatch
@@ -167,6 +169,7 @@ class SharedNode:
         fd = self._files[name] = os.memfd_create(f"hetero-{name}")
         os.ftruncate(fd, max(n_bytes, mmap.PAGESIZE))
         made = mmap.mmap(fd, 0)
+        keep_out(made)
         self._controls[self._rank].add(name, fd)
         return made
 
@@ -178,9 +181,11 @@ class SharedNode:
         except OSError:
             raise self._watch.died(rank, name) from None
         try:
-            return mmap.mmap(fd, 0)
+            seen = mmap.mmap(fd, 0)
         finally:
             os.close(fd)
+        keep_out(seen)
+        return seen
 
     # -- changes ---------------------------------------------------------------------------------
 

@@ -7,13 +7,20 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
 import hetero
+from hetero.api import prepare_tuned
+from hetero.config import Config
+from hetero.errors import ForkedProcessError
 from hetero.testing.ranks import run_ranks
+from hetero.train.engine.tuning import Tuning
 from tests.ranks.models import Run, built, loss_of
 from tests.ranks.tensor_models import TensorRun
 from tests.ranks.tensor_models import built as tensor_parallel
@@ -125,3 +132,61 @@ def test_a_rank_of_which_children_were_forked_trains_on() -> None:
         return float(torch.stack(losses).sum())
 
     assert all(torch.isfinite(torch.tensor(run_ranks(2, trains))))
+
+
+USES = ("reads", "writes", "loads", "steps", "saves", "agrees", "releases")
+
+
+def in_the_child(rank: int, use: str, way: str, folder: str) -> list[str]:
+    """Let children of a rank use its model; return losses that are others than without."""
+    tuning = Tuning(one_sided=way == "seen")
+    expected, losses = [], []
+    for plays in (False, True):
+        model, plain = built(RUN)
+        config = Config.load(mesh={"dp_shard": 2}, timeout_seconds=20.0, **RUN.settings)
+        model, optimizer = prepare_tuned(model, plain, config, tuning)
+        for number in range(3):
+            loss = loss_of(model, RUN, number, rank)
+            loss.backward()
+            (losses if plays else expected).append(float(loss))
+            if plays and rank == 1:
+                told = in_child(partial(says, use, model, optimizer, folder))
+                assert told == REFUSED, (use, told)
+            optimizer.step()
+            optimizer.zero_grad()
+        hetero.release(model, optimizer)
+    return [] if losses == expected else [f"{losses} {expected}"]
+
+
+REFUSED = 7
+
+
+def says(use: str, model: Any, optimizer: Any, folder: str) -> None:
+    try:
+        if use == "reads":
+            model.state_dict()["first.weight"].sum()
+        elif use == "writes":
+            with torch.no_grad():
+                model.last.weight.copy_(torch.zeros(model.last.weight.shape))
+        elif use == "loads":
+            values = {name: torch.zeros(p.shape) for name, p in model.named_parameters()}
+            model.load_state_dict(values)
+        elif use == "steps":
+            optimizer.step()
+        elif use == "saves":
+            hetero.save_checkpoint(f"{folder}/c", model, optimizer)
+        elif use == "agrees":
+            optimizer.clip_grad_norm_(1.0)
+        else:
+            hetero.release(model, optimizer)
+    except RuntimeError as error:  # torch puts those of a load into one of its own
+        if isinstance(error, ForkedProcessError) or "a forked process uses" in str(error):
+            os._exit(REFUSED)
+        raise
+
+
+@pytest.mark.parametrize("way", ["seen", "gathered"])
+@pytest.mark.parametrize("use", USES)
+def test_a_child_is_told_that_the_model_is_its_parents(use: str, way: str, tmp_path: Path) -> None:
+    """It would write to its parent's weights, or speak for it in the ranks' calls."""
+    assert run_ranks(2, in_the_child, use, way, str(tmp_path)) == [[], []]
