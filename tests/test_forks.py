@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-import faulthandler
 import gc
 import mmap
-import os
-import resource
 import signal
 import threading
 from collections.abc import Callable
@@ -22,23 +19,10 @@ from hetero.device import Slab
 from hetero.device.face import map_slab
 from hetero.errors import ForkedProcessError
 from hetero.forks import is_absent, keep_out, let_in
+from tests.children import in_child
 from tests.emulator import fake
 
 MIB = 2**20
-
-
-def in_child(body: Callable[[], bool]) -> int:
-    """Return how a forked child ended: 0 if ``body`` is true there."""
-    pid = os.fork()
-    if pid:
-        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    code = 2
-    try:
-        faulthandler.disable()  # a fault is what some are to end by, without a core
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        code = 0 if body() else 1
-    finally:
-        os._exit(code)
 
 
 def kept_out(n_bytes: int = 4 * MIB) -> Slab:

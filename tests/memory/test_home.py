@@ -169,12 +169,18 @@ def moved(store: HomeStore, bucket: Bucket) -> Home:
     return move.new
 
 
-def test_a_home_moves_between_tiers_with_its_bytes_and_its_charge() -> None:
-    ledger = Ledger({Tier.HOST: 10**6, Tier.HBM: 10**6})
+def rising(hbm: int = 10**6) -> tuple[HomeStore, Bucket, Home, torch.Tensor, Ledger]:
+    """Return a store with one home on HOST, which has its place on HBM now, and its numbers."""
+    ledger = Ledger({Tier.HOST: 10**6, Tier.HBM: hbm})
     store, bucket = HomeStore(CpuDevice(), ledger), make_bucket()
-    _, values = filled(store, bucket)
-    n_bytes = ledger.used(Tier.HOST)
+    home, values = filled(store, bucket)
     store.places.on_hbm.add(bucket.id)
+    return store, bucket, home, values, ledger
+
+
+def test_a_home_moves_between_tiers_with_its_bytes_and_its_charge() -> None:
+    store, bucket, _, values, ledger = rising()
+    n_bytes = ledger.used(Tier.HOST)
     up = moved(store, bucket)
 
     assert up is store.homes["param", bucket.id] and up.on_device
@@ -187,11 +193,8 @@ def test_a_home_moves_between_tiers_with_its_bytes_and_its_charge() -> None:
 
 
 def test_a_copy_that_is_given_up_costs_nothing_and_the_home_goes_on() -> None:
-    ledger = Ledger({Tier.HOST: 10**6, Tier.HBM: 10**6})
-    store, bucket = HomeStore(CpuDevice(), ledger), make_bucket()
-    home, values = filled(store, bucket)
+    store, bucket, home, values, ledger = rising()
     n_bytes = ledger.used(Tier.HOST)
-    store.places.on_hbm.add(bucket.id)
     move = store.copy("param", bucket)
     assert (ledger.used(Tier.HOST), ledger.used(Tier.HBM)) == (n_bytes, n_bytes)
     store.forget(move)
@@ -204,11 +207,8 @@ def test_a_copy_that_is_given_up_costs_nothing_and_the_home_goes_on() -> None:
 
 
 def test_a_move_without_room_leaves_the_home_where_it_is() -> None:
-    ledger = Ledger({Tier.HOST: 10**6, Tier.HBM: 10})
-    store, bucket = HomeStore(CpuDevice(), ledger), make_bucket()
-    home, _ = filled(store, bucket)
+    store, bucket, home, _, ledger = rising(hbm=10)
     n_bytes = ledger.used(Tier.HOST)
-    store.places.on_hbm.add(bucket.id)
     with pytest.raises(BudgetError):
         store.copy("param", bucket)
 

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import signal
-import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,30 +18,13 @@ from hetero.config import Config
 from hetero.errors import ForkedProcessError
 from hetero.testing.ranks import run_ranks
 from hetero.train.engine.tuning import Tuning
+from tests.children import in_child
 from tests.ranks.models import Run, built, loss_of
 from tests.ranks.tensor_models import TensorRun
 from tests.ranks.tensor_models import built as tensor_parallel
 from tests.ranks.tensor_models import loss_of as tensor_loss_of
 
 RUN = Run(steps=2, settings={"device": "cpu:sim", "hbm": 60_000, "chunk_bytes": 1024})
-SECONDS = 30.0
-
-
-def in_child(body: Callable[[], object]) -> int:
-    """Return how a forked child ended; one that hangs is killed."""
-    pid = os.fork()
-    if not pid:
-        body()
-        os._exit(0)
-    deadline = time.monotonic() + SECONDS
-    while True:
-        done, status = os.waitpid(pid, os.WNOHANG)
-        if done:
-            return os.waitstatus_to_exitcode(status)
-        if time.monotonic() > deadline:
-            os.kill(pid, signal.SIGKILL)
-            deadline += SECONDS
-        time.sleep(0.01)
 
 
 def ends(rank: int, way: str) -> list[int]:
