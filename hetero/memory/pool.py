@@ -24,7 +24,7 @@ from hetero.config import paranoid
 from hetero.device import HUGE_PAGE, Slab
 from hetero.errors import BudgetError, DiskFull, StateError, afresh
 from hetero.events import EventLog
-from hetero.forks import refused
+from hetero.forks import Owner
 from hetero.io import ALIGN, Folder, align_up
 from hetero.memory.extent import Extent, Extents, PinUse, Request, overlap
 from hetero.memory.ledger import Ledger
@@ -74,7 +74,7 @@ class Pool:
         self._failures = 0  # of writes
         self._failure: BaseException | None = None  # the last one, for a thread that needs the room
         self.told = False  # whether a drive's error was raised, since an owner last asked
-        self._pid = os.getpid()
+        self._owner = Owner("homes on disk, which belong to its parent")
         _watch_forks(weakref.ref(self))
 
     @property
@@ -156,7 +156,7 @@ class Pool:
 
     def ahead(self, requests: Iterable[Request]) -> None:
         """Announce requests in the order in which they will be pinned; they are read ahead."""
-        self._refuse_fork()
+        self._owner.check()
         with self._changed:
             for request in requests:
                 request.asked_at = self.cache.clock
@@ -169,7 +169,7 @@ class Pool:
         They are read while nothing is left to read ahead, and dropped, last first, as soon as a pin
         needs their room. A forked process, which must not read, announces nothing.
         """
-        if self._pid != os.getpid():
+        if not self._owner.is_here:
             return
         with self._changed:
             self.cache.later.requests.clear()
@@ -180,7 +180,7 @@ class Pool:
 
     def discard(self, extents: Extents) -> None:
         """Drop a home's content, in memory and on disk; it reads as zeros from now on."""
-        self._refuse_fork()
+        self._owner.check()
         with self._changed:
             moving = (FILLING, FLUSHING)
             self._wait(lambda: not any(self.cache.state(e) in moving for e in extents.all))
@@ -195,7 +195,7 @@ class Pool:
 
     def drain(self) -> None:
         """Forget announced requests, and return when no transfer is under way."""
-        if self._pid != os.getpid():
+        if not self._owner.is_here:
             return
         with self._changed:
             self.cache.window.requests.clear()
@@ -203,7 +203,7 @@ class Pool:
             self._wait(lambda: not self._in_flight)
 
     def close(self) -> None:
-        if self._pid == os.getpid():
+        if self._owner.is_here:
             self.drain()
             self._executor.close()
             self.nvme.close()
@@ -213,7 +213,7 @@ class Pool:
     def _take(self, request: Request, me: int) -> bool:
         """Pin a request; False, with nothing pinned, if a read that was begun ahead failed. A
         failed read-ahead is not reported: the caller retries the read."""
-        self._refuse_fork()
+        self._owner.check()
         with self._changed:
             # 1. wait until none to be written is being flushed, and the missing ones have room
             if not self._has_room(request):
@@ -258,7 +258,7 @@ class Pool:
         self._changed.notify_all()
 
     def _give_back(self, request: Request, me: int, *, whole: bool) -> None:
-        if self._pid != os.getpid():
+        if not self._owner.is_here:
             return
         with self._changed:
             for extent, use in request.needs.items():
@@ -406,10 +406,6 @@ class Pool:
             needed_bytes=n_bytes + pinned,
         )
 
-    def _refuse_fork(self) -> None:
-        if self._pid != os.getpid():
-            raise refused("homes on disk, which belong to its parent")
-
 
 def _attempt(act: Callable[[DiskSlot, memoryview], None], extent: Extent) -> BaseException | None:
     try:
@@ -425,7 +421,7 @@ def _watch_forks(pool: weakref.ref[Pool]) -> None:
 
     def before() -> None:
         found = pool()
-        if found is not None and found._pid == os.getpid():
+        if found is not None and found._owner.is_here:
             found._changed.acquire()  # with no transfer under way, until after the fork
             found.drain()
             held.append(found)
