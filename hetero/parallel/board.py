@@ -39,6 +39,7 @@ class RankWatch:
     """Waits for what other ranks write, as long as they live and the timeout has not passed."""
 
     def __init__(self, pids: Mapping[int, int], news: News, timeout_seconds: float) -> None:
+        self._owner = Owner(CALLS)
         self._rank = news.rank
         self._news = news
         self._awaited = threading.local()  # rank that came last
@@ -48,6 +49,7 @@ class RankWatch:
     def until(self, is_true: Callable[[], bool], rank: int, what: str) -> None:
         """Block until something is true that a rank brings about, and what it wrote before can be
         read; else raise RankLost."""
+        self._owner.check()
         looks, began = 0, 0.0
         while not is_true():
             self._awaited.rank = rank

@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 import hetero
-from hetero.api import prepare_tuned
+from hetero.api import engine_of, prepare_tuned
 from hetero.config import Config
 from hetero.errors import ForkedProcessError
 from hetero.testing.ranks import run_ranks
@@ -151,6 +151,10 @@ def says(use: str, model: Any, optimizer: Any, folder: str) -> None:
         elif use == "loads":
             values = {name: torch.zeros(p.shape) for name, p in model.named_parameters()}
             model.load_state_dict(values)
+        elif use == "waits":
+            node = engine_of(model).setup.comm.node
+            assert node is not None
+            node.wait(0)
         elif use == "steps":
             optimizer.step()
         elif use == "saves":
@@ -165,8 +169,10 @@ def says(use: str, model: Any, optimizer: Any, folder: str) -> None:
         raise
 
 
-@pytest.mark.parametrize("way", ["seen", "gathered"])
-@pytest.mark.parametrize("use", USES)
+WAYS = [*((use, way) for use in USES for way in ("seen", "gathered")), ("waits", "seen")]
+
+
+@pytest.mark.parametrize(("use", "way"), WAYS)
 def test_a_child_is_told_that_the_model_is_its_parents(use: str, way: str, tmp_path: Path) -> None:
     """It would write to its parent's weights, or speak for it in the ranks' calls."""
     assert run_ranks(2, in_the_child, use, way, str(tmp_path)) == [[], []]
