@@ -177,10 +177,11 @@ class Home:
         """Yield items [start, end) with their memory, which is pinned already."""
         yield slice(start, end), self.part(slice(start, end))
 
-    def lock(self, device: Device, items: slice) -> None:
-        """Page-lock items until `unlock`, as far as may be: copies of them need no stages then."""
-        if self._slab.unlock is None and items.start < self._flat.numel():
-            self._slab.unlock = device.lock(self._flat[items].view(torch.uint8), self._slab)
+    def lock(self, device: Device) -> None:
+        """Page-lock it until `unlock`, if that may be: copies need no stages then. All of it: CUDA
+        refuses to copy memory of which a part is page-locked, and users copy its tensors."""
+        if self._slab.unlock is None:
+            self._slab.unlock = device.lock(self._flat.view(torch.uint8), self._slab)
 
     def unlock(self) -> None:
         """Undo page-locking, after every copy."""

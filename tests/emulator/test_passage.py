@@ -8,12 +8,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 import hetero
-from hetero.api import engine_of
+from hetero.api import engine_of, prepare_tuned
+from hetero.config import Config
 from hetero.device import CudaDevice
 from hetero.jobs import Worker
 from hetero.train.engine.paged import Paged
+from hetero.train.engine.tuning import Tuning
 from hetero.train.update.device_kernel import DeviceLibrary
 from hetero.types import Lane, Tier
 from tests.emulator import fake
@@ -27,7 +30,15 @@ from tests.emulator.test_hbm_homes import (
     without_digests,
 )
 from tests.emulator.test_kernels import kernels
-from tests.equivalence.blocks import UNIT, UNITS, Run, check_save_under_way
+from tests.equivalence.blocks import (
+    SOME,
+    UNIT,
+    UNITS,
+    WIDTH,
+    Blocks,
+    Run,
+    check_save_under_way,
+)
 from tests.nvrtc import host
 
 __all__ = ["kernels", "without_digests"]  # fixtures
@@ -124,3 +135,49 @@ def test_release_gives_back_slots_and_pages(watched: None) -> None:
     assert setup.device.locked_bytes() and setup.ledger.used(Tier.HBM)
     hetero.release(run.model, run.optimizer)
     assert setup.device.locked_bytes() == 0
+
+
+def rises(run: Run) -> None:
+    """Homes come down for a large batch, while updates pass, and go up again."""
+    for number in range(9):
+        run.step(number, rows=90 if number in (2, 3) else 2, parts=2 if number > 6 else 1)
+
+
+def test_homes_of_which_a_part_may_pass_are_copied_whole(watched: None) -> None:
+    """CUDA refuses to copy memory of which a part is page-locked, and anyone may ask for a copy."""
+    shared, down = run_on(None, passing=0.5), run_on(False)
+    for run in (shared, down):
+        rises(run)
+        run.backward(90)
+        run.backward(91)
+        for param in run.model.parameters():
+            assert param.grad is not None
+            for each in (param.grad, *run.optimizer.state[param].values()):
+                assert torch.equal(each.to(fake.PLACE).cpu(), each.cpu())
+        run.optimizer.step()
+    assert shared.most
+    assert shared.bits() == down.bits()
+
+
+def weights_and_states(passing: float | None) -> list[torch.Tensor]:
+    """Train a model that came from the device, and return what `release` brings back there."""
+    torch.manual_seed(5)
+    model = fake.on_device(Blocks())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    config = Config.load(device=fake.device(), hbm=SOME, chunk_bytes=4096, precision="bf16")
+    tuning = Tuning(homes_on_hbm=False, passing=passing)
+    model, optimizer = prepare_tuned(model, optimizer, config, tuning)
+    for number in range(4):
+        x = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(number))
+        hetero.backward(model(x.to(torch.bfloat16).to(fake.PLACE)).float().square().sum())
+        optimizer.step()
+        optimizer.zero_grad()
+    plain, steps = hetero.release(model, optimizer)
+    kept = [v for state in steps.state.values() for v in state.values() if v.dim()]
+    assert all(str(each.device) == fake.PLACE for each in kept)
+    return [each.cpu() for each in (*plain.parameters(), *kept)]
+
+
+def test_a_model_that_came_from_the_device_goes_back_after_updates_passed(watched: None) -> None:
+    for passed, same in zip(weights_and_states(0.5), weights_and_states(None), strict=True):
+        assert torch.equal(passed, same)

@@ -53,7 +53,6 @@ class Passing:
         self._passage.is_only_way = setup.worker.n_carriers == 0
         self._stepper = trained.stepper
         self._share = setup.tuning.passing or 0.0
-        self._locked_share = 0.0
         self.last_numel = 0
         """Parameters whose last update passed."""
         self._passed_numel = 0  # since the beginning, as the step began
@@ -113,7 +112,7 @@ class Passing:
 
     def _drop(self) -> None:
         self._move(Trust.DROPPED)
-        self._share = self._locked_share = 0.0
+        self._share = 0.0
         self.close()
         self._unlock()
 
@@ -141,16 +140,12 @@ class Passing:
         return n_bytes
 
     def _lock(self) -> None:
-        """Page-lock what may pass, of homes that do not travel otherwise. It stays so if slots give
-        way for a while: to lock it takes seconds."""
-        if self._share > self._locked_share:
-            self._unlock()
-            self._locked_share = self._share
+        """Page-lock homes that do not travel otherwise. They stay so if slots give way for a while:
+        to lock them takes seconds."""
         for bucket in self._buckets:
-            first = self._passage.tail(bucket.numel)
             for name, home in self._setup.store.of_bucket(bucket.id):
                 if name not in TRAVEL and not home.on_device:
-                    home.lock(self._setup.device, slice(first, bucket.numel))
+                    home.lock(self._setup.device)
 
     def _unlock(self) -> None:
         for bucket in self._buckets:

@@ -94,6 +94,7 @@ void host_touch_locked(uintptr_t lo, size_t bytes, bool write, const std::string
 int64_t host_begins_locked(uintptr_t lo, size_t bytes, bool write, const std::string& op);
 void add_region_locked(uintptr_t base, size_t bytes, bool device, int stream, uint64_t at);
 void host_waits_locked(int s);
+bool is_torn_locked(uintptr_t lo, size_t n);  // a part of this host memory is page-locked
 
 void* take_device(size_t n);  // null: HBM is full
 void free_device(void* p);

@@ -84,6 +84,14 @@ bool pin(uintptr_t p, size_t n) {
   return true;
 }
 
+bool is_torn_locked(uintptr_t lo, size_t n) {
+  auto next = D.regions.upper_bound(lo);
+  for (; next != D.regions.end() && next->first < lo + n; ++next)
+    if (!next->second.device) return true;
+  Region* first = D.find(lo);
+  return first && !first->device && first->base + first->bytes < lo + n;
+}
+
 bool unpin(uintptr_t p) {
   bool found;
   {

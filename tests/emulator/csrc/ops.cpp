@@ -1,5 +1,6 @@
 // Kernels: every operation that is not here is the CPU's, on aliases, with its accesses checked.
 #include "tensors.h"
+#include <ATen/Context.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
@@ -141,18 +142,34 @@ static void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
 
 static const c10::DispatchKeySet KEYS(c10::DispatchKey::PrivateUse1);
 
+// In deterministic mode a kernel fills new memory, in the order of the stream that asks.
+static Tensor made(Tensor t) {
+  auto& torch = at::globalContext();
+  if (!torch.deterministicAlgorithms() || !torch.deterministicFillUninitializedMemory() || !t.numel())
+    return t;
+  auto [lo, bytes] = span(t);
+  {
+    Lock lock(D.m);
+    begin_op_locked(current_stream);
+    if (D.on) touch_locked(lo, bytes, current_stream, true, D.id("the fill of new memory"));
+  }
+  take_stacks();
+  memset((void*)lo, 0xFF, bytes);
+  return t;
+}
+
 static Tensor empty_memory_format(c10::SymIntArrayRef size, std::optional<at::ScalarType> dtype,
                                   std::optional<at::Layout>, std::optional<at::Device>,
                                   std::optional<bool>, std::optional<at::MemoryFormat> format) {
-  return at::detail::empty_generic_symint(size, device_allocator(), KEYS,
-                                          c10::dtype_or_default(dtype), format);
+  return made(at::detail::empty_generic_symint(size, device_allocator(), KEYS,
+                                               c10::dtype_or_default(dtype), format));
 }
 
 static Tensor empty_strided(c10::SymIntArrayRef size, c10::SymIntArrayRef stride,
                             std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
                             std::optional<at::Device>, std::optional<bool>) {
-  return at::detail::empty_strided_symint_generic(size, stride, device_allocator(), KEYS,
-                                                  c10::dtype_or_default(dtype));
+  return made(at::detail::empty_strided_symint_generic(size, stride, device_allocator(), KEYS,
+                                                       c10::dtype_or_default(dtype)));
 }
 
 static const Tensor& resize_(const Tensor& self, c10::SymIntArrayRef size,
@@ -215,6 +232,17 @@ struct Copy {
 
   std::string direction() const { return writes_device ? "copy up" : "copy down"; }
 
+  // CUDA takes host memory that is page-locked, or none of which is: not a part of it.
+  void check_whole() const {
+    const Tensor& host = writes_device ? from : to;
+    bool is_read_there = host.is_contiguous() && (!writes_device || from.scalar_type() == to.scalar_type());
+    if (!across || !is_read_there) return;
+    auto [lo, bytes] = span(host);
+    Lock lock(D.m);
+    TORCH_CHECK(!is_torn_locked(lo, bytes), "CUDA error: invalid argument: a copy of host memory",
+                " of which a part is page-locked");
+  }
+
   void look_locked() {
     bool as_is = from.scalar_type() == to.scalar_type() && from.is_contiguous() &&
                  to.is_contiguous() && from.sizes() == to.sizes();
@@ -230,6 +258,7 @@ struct Copy {
 
   void check() {
     int s = current_stream;
+    check_whole();
     {
       Lock lock(D.m);
       look_locked();
