@@ -182,12 +182,14 @@ class ParcelStore:
     ) -> tuple[dict[int, torch.Tensor], Ticket | None]:
         """Queue copies of the needed storages of a parcel up; returns them by their number. The
         ticket fires when all have landed; the caller holds them until it has waited for it."""
-        # kernels queued before may still read memory that torch reuses here
-        place, after = self._device.torch_device, (self._device.mark(),)
+        place = self._device.torch_device
         targets = {
             number: torch.empty(parcel.sizes_bytes[number], dtype=torch.uint8, device=place)
             for number in needed
         }
+        # kernels queued before may still read memory that torch reuses here, and in deterministic
+        # mode torch fills it
+        after = (self._device.mark(),)
         ticket = None
         try:
             for number, pieces in self._by_chunk(parcel):

@@ -74,3 +74,15 @@ def test_backward_waits_for_activations_that_come_up(watched: None) -> None:
     train(model, optimizer)
     assert fake.copies()["asynchronous copy up"] > 0
     hetero.release(model, optimizer)
+
+
+def test_activations_come_up_after_torch_has_filled_their_memory(watched: None) -> None:
+    """In deterministic mode new memory is filled by a kernel."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        model, optimizer = prepared(activations="offload", tuning=Tuning(homes_on_hbm=False))
+        train(model, optimizer)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert fake.copies()["asynchronous copy up"] > 0
+    hetero.release(model, optimizer)
