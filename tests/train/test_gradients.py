@@ -161,6 +161,43 @@ def test_a_gradient_that_its_user_writes_after_backward_was_added_before(place: 
         same(values(plain), values(model), f"step {step}")
 
 
+class Kept(torch.autograd.Function):
+    """Refers to a gradient from C++ alone, as a collective under way does."""
+
+    @staticmethod
+    def forward(ctx: Any, grad: Tensor, anchor: Tensor) -> Tensor:
+        ctx.save_for_backward(grad)
+        return anchor * 1
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor]:
+        return None, grads[0]
+
+
+@each_place
+def test_what_code_of_torch_that_keeps_a_gradient_writes_to_it_counts(place: str) -> None:
+    plain, theirs = linears(), linears()
+    model, optimizer = prepare(theirs, place=place)
+    inner, anchor = torch.optim.SGD(plain.parameters(), lr=1.0), torch.ones(1, requires_grad=True)
+    kept: list[Any] = []
+
+    def keep(param: Tensor) -> None:
+        with torch.enable_grad():
+            kept.append(Kept.apply(param.grad, anchor))
+
+    for number, (m, opt) in enumerate([(plain, inner), (model, optimizer)] * 3):
+        hooks = [p.register_post_accumulate_grad_hook(keep) for p in m.parameters()]
+        m(batch(number // 2)).square().mean().backward()
+        for each in kept:
+            each.grad_fn.saved_tensors[0].mul_(0.5)
+        kept.clear()
+        opt.step()
+        opt.zero_grad()
+        for hook in hooks:
+            hook.remove()
+    same(values(plain), values(model), "weights")
+
+
 @each_place
 def test_what_a_hook_adds_to_a_gradient_is_added_at_once(place: str) -> None:
     plain = linears()

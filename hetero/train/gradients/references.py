@@ -26,13 +26,14 @@ class References:
         probe = torch.zeros((), device="cpu")
         probe.grad = torch.zeros((), device="cpu")
         self._of_object = _holders(probe)
+        self._of_tensor = _uses(get_grad(probe))
         self._of_addend = _lone_uses()
         self._of_base = _holders_of_base(torch.zeros(1, 2, device="cpu").clone().t())
 
     def is_held(self, param: torch.Tensor, storage: int, n_siblings: int) -> bool:
-        """Whether the user's code refers to ``param.grad``, or to its storage, which ``n_siblings``
-        gradients share."""
-        if _holders(param) > self._of_object:
+        """Whether the user's code refers to ``param.grad``, or a collective of its own that is
+        under way, or something to its storage, which ``n_siblings`` gradients share."""
+        if _holders(param) > self._of_object or _uses(get_grad(param)) > self._of_tensor:
             return True
         uses, objects = _holders_of_base(get_grad(param))
         if not uses:
