@@ -97,6 +97,12 @@ class CpuDevice:
     def mark(self) -> Ticket:
         return self._done
 
+    def in_order(self) -> None: ...
+
+    def bring_down(self, src: torch.Tensor, after: Ticket) -> torch.Tensor:
+        self.wait(after)
+        return src.to(src.device if src.is_meta else "cpu", copy=True)
+
     def aside(self) -> AbstractContextManager[None]:
         return nullcontext()
 

@@ -26,8 +26,15 @@ from hetero.device.locked import LockedMemory
 from hetero.device.memory import CudaMemory
 from hetero.device.process import first_line, settle_backward_at_exit
 from hetero.device.rates import LaneRates
-from hetero.device.staging import LEAST_BYTES, StagedTicket, Staging, on_lanes, stages_bytes
-from hetero.errors import ConfigError
+from hetero.device.staging import (
+    LEAST_BYTES,
+    MAX_STAGE_BYTES,
+    StagedTicket,
+    Staging,
+    on_lanes,
+    stages_bytes,
+)
+from hetero.errors import ConfigError, StateError
 from hetero.types import Lane
 
 CUDA_ALIGN_BYTES = 256  # cuBLASLt's heuristic is told no more; torch's allocator gives 512
@@ -73,6 +80,7 @@ class CudaDevice:
         self._staging = Staging(self._lanes.queue, self._lanes.sync, self._locked.slab)
         self.memory = CudaMemory(self.torch_device, self._lanes, is_ram=self.shares_ram)
         self._rates = LaneRates(self._lanes, self._staging, self.memory)
+        self._computing: torch.cuda.Stream | None = None  # as of the last `in_order`
 
     def slab(self, n_bytes: int, *, travels: bool = True) -> Slab:
         return self._locked.slab(n_bytes) if travels else map_slab(n_bytes)
@@ -187,6 +195,31 @@ class CudaDevice:
         event.record(stream)
         self.memory.computes_on(stream)
         return Ticket(Lane.COMPUTE, 0.0, event=event)
+
+    def in_order(self) -> None:
+        stream = torch.cuda.current_stream(self.torch_device)
+        before = self._computing
+        if stream == before:
+            return
+        if torch.cuda.is_current_stream_capturing():
+            raise StateError(
+                "a CUDA graph of a prepared model is being captured: its replays would read memory"
+                " that holds other weights by then",
+                advice="capture the model before hetero.prepare, or run it without a graph",
+            )
+        self._computing = stream
+        self.memory.computes_on(stream)
+        if before is not None:
+            stream.wait_stream(before)
+
+    def bring_down(self, src: torch.Tensor, after: Ticket) -> torch.Tensor:
+        found = torch.empty(src.shape, dtype=src.dtype, device="cpu")
+        if not src.numel():
+            return found
+        pieces = (each.view(torch.uint8).split(MAX_STAGE_BYTES) for each in (found, src))
+        for here, there in zip(*pieces, strict=True):  # gradients go down in between
+            self.sync(self.copy(Lane.D2H, here, there, (after,)))
+        return found
 
     def touched(self, n_bytes: int) -> None: ...
 

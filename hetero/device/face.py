@@ -117,6 +117,9 @@ class DeviceMemory(Protocol):
     def reserved_bytes(self) -> int:
         """Return the bytes that torch's allocator keeps; 0 if HBM is RAM."""
 
+    def hold_for_compute(self, memory: torch.Tensor) -> None:
+        """Let memory of torch's allocator serve others only after all streams that compute."""
+
     def reset_peak(self) -> None:
         """Start a new measurement of the allocator's peak."""
 
@@ -201,7 +204,15 @@ class Device(Protocol):
         """Return whether the ticket is done, without blocking."""
 
     def mark(self) -> Ticket:
-        """Return a ticket for all compute queued so far."""
+        """Return a ticket for all compute queued so far, on the stream of the last `in_order`."""
+
+    def in_order(self) -> None:
+        """Let compute that is queued from now on, on whatever stream is current, come after that of
+        the stream on which this was called before: a model may compute on streams of its own.
+        StateError while a CUDA graph is captured."""
+
+    def bring_down(self, src: torch.Tensor, after: Ticket) -> torch.Tensor:
+        """Return a copy on HOST, made after a ticket; any thread may, in no order with compute."""
 
     def touched(self, n_bytes: int) -> None:
         """Note bytes that compute reads and writes, unseen by any clock of operations."""

@@ -34,6 +34,8 @@ class UncountedMemory:
     def reserved_bytes(self) -> int:
         return 0
 
+    def hold_for_compute(self, memory: torch.Tensor) -> None: ...
+
     def reset_peak(self) -> None: ...
 
     def allocated_peak(self) -> int | None:
@@ -65,6 +67,11 @@ class CudaMemory:
             self._computing[stream.cuda_stream] = stream
             for block in list(self._blocks.values()):
                 block.record_stream(stream)
+
+    def hold_for_compute(self, memory: torch.Tensor) -> None:
+        if len(self._computing) > 1:  # else it is the one on which it was made
+            for stream in list(self._computing.values()):
+                memory.record_stream(stream)
 
     def take(self, n_bytes: int) -> torch.Tensor:
         """Return device memory for the lanes, too.

@@ -52,8 +52,7 @@ class OnDevice(Home):
         )
 
     def load(self, items: slice) -> torch.Tensor:
-        self._device.wait(self._written)  # the caller may be on another stream than the writer
-        return self.part(items).to(self.shown_on, copy=True)
+        return self._device.bring_down(self.part(items), self._written)
 
     def store(self, items: slice, fill: Fill) -> None:
         stage = torch.empty(items.stop - items.start, dtype=self.item_dtype, device=self.shown_on)

@@ -109,6 +109,7 @@ class ChunkManager:
         those for which something else gives way (see [Note: replicas apart]).
         Raises BudgetError, with nothing pinned, if they do not fit next to those that are held.
         """
+        self._device.in_order()
         try:
             held = self._hold(ids, why, in_frames=in_frames)
         except BudgetError:
@@ -192,6 +193,7 @@ class ChunkManager:
     def unpin(self, ids: Iterable[int]) -> None:
         """Drop one pin per bucket; at zero, mark when the device is done with the frames. The
         caller has unbound the parameters from the replica before (see [Note: leases])."""
+        self._device.in_order()
         for bucket_id in ids:
             replica = self.replicas[bucket_id]
             replica.pins -= 1
@@ -309,6 +311,8 @@ class ChunkManager:
     def let_write(self, bucket_id: int) -> None:
         """Wait until no copy reads a home: its update may begin."""
         self._below.wait_reader(self.copies[bucket_id])
+        if self.copies[bucket_id].is_shown:  # the program's copies of page-locked RAM do not wait
+            self._device.sync(self._device.mark())
 
     def hand_over(self, bucket_id: int, work: Work, *, early: bool = False) -> None:
         """Let ``work`` rewrite a home; the caller has flushed it before.

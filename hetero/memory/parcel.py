@@ -187,6 +187,8 @@ class ParcelStore:
             number: torch.empty(parcel.sizes_bytes[number], dtype=torch.uint8, device=place)
             for number in needed
         }
+        for target in targets.values():
+            self._device.memory.hold_for_compute(target)
         # kernels queued before may still read memory that torch reuses here, and in deterministic
         # mode torch fills it
         after = (self._device.mark(),)

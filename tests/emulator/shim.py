@@ -61,6 +61,8 @@ class Cuda:
         """Devices that a thread chose, or page-locked memory on: each takes HBM for it."""
         self.backend = "native"
         """torch's allocator."""
+        self.captures = False
+        """Whether a graph is captured."""
         self.fraction = 1.0
         """Of the device's memory, that torch's allocator may take."""
         self.late: list[Late] = []
@@ -68,7 +70,9 @@ class Cuda:
         self.nvtx = SimpleNamespace(range_start=lambda name: 1, range_end=lambda handle: None)
 
     def Stream(self, device: object = None, priority: int = 0) -> Stream:
-        return Stream(self, 1 + next(self._ids) % POOL)
+        number = 1 + next(self._ids) % POOL
+        self._e.name_stream(number, "")  # of a device that had it before
+        return Stream(self, number)
 
     def Event(
         self,
@@ -106,6 +110,9 @@ class Cuda:
 
     def current_stream(self, device: object = None) -> Stream:
         return Stream(self, self._e.get_stream())
+
+    def is_current_stream_capturing(self) -> bool:
+        return self.captures
 
     def default_stream(self, device: object = None) -> Stream:
         return Stream(self, 0)
@@ -211,6 +218,12 @@ class Stream:
     @property
     def cuda_stream(self) -> int:
         return self.id
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Stream) and other.id == self.id
+
+    def __hash__(self) -> int:
+        return hash(self.id)
 
     def wait_event(self, event: Event) -> None:
         self.cuda.happen(event.event)

@@ -54,6 +54,8 @@ RANKS = {ADDENDS, SUMMED}
 """Of ranks that share a model, on the thread that sends gradients."""
 CARRIED = Place("update/passage.py", "_landing")
 """On the threads that carry updates through HBM."""
+SHOWN = Place("memory/manager.py", "let_write")
+"""Of a program that holds a state dict."""
 CLIPPING = {NORM, CLIPPED_GRADIENT}
 CLIPPING_SUMS = CLIPPING | {SUM, STAGE_FULL}
 CLIPPING_RANKS = CLIPPING | {SUM, NORM_OF_RANKS, TOLD, SHARE_ON_HBM}
@@ -67,6 +69,7 @@ PLACES = {
     STAGED,
     STAGE_FULL,
     CARRIED,
+    SHOWN,
 }
 
 

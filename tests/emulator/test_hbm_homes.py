@@ -20,6 +20,7 @@ from hetero.train.engine.tuning import Tuning
 from hetero.train.update.kernel import join
 from hetero.types import Kind, Lane, Tier
 from tests.emulator import fake
+from tests.emulator.stalls import SHOWN
 from tests.equivalence.blocks import EACH, UNITS, OneMatrix, Run, check_save_under_way
 from tests.equivalence.meddling import BLOCKS, Meddles, nine_steps
 
@@ -263,3 +264,34 @@ def test_a_sum_that_comes_up_for_its_norm_is_within_hbm(
         optimizer.zero_grad()
     assert len(charged) == 15 and min(charged) >= 0
     assert ledger.peak(Tier.HBM) <= hbm
+
+
+def test_a_save_brings_homes_down_next_to_compute(tmp_path: Path, watched: None) -> None:
+    """Not in compute's order, nor to pageable memory: both would stop the steps meanwhile."""
+    run = run_on(None)
+    six_steps(run)
+    assert run.on_hbm
+    fake.forget_stalls()
+    before = fake.copies()
+    hetero.save_checkpoint(tmp_path / "c", run.model, run.optimizer, asynchronous=True).wait()
+    made = fake.copies() - before
+    assert made["asynchronous copy down"] > len(run.on_hbm)
+    assert not any("pageable" in what or "blocking" in what for what in made)
+    again = run_on(False)
+    hetero.load_checkpoint(tmp_path / "c", again.model, again.optimizer)
+    assert again.bits() == run.bits()
+
+
+def test_weights_stay_until_the_program_s_copies_of_them_are_made(watched: None) -> None:
+    """A state dict shows page-locked memory, and such copies do not wait for themselves."""
+    run = run_on(False)
+    six_steps(run)
+    shown = run.model.state_dict()
+    run.backward(7)
+    wanted = {name: value.clone() for name, value in shown.items()}
+    there = {name: value.to(fake.PLACE, non_blocking=True) for name, value in shown.items()}
+    fake.forget_stalls()
+    run.optimizer.step()
+    assert any(SHOWN.is_in(stall) for stall in fake.stalls())
+    for name, value in there.items():
+        assert torch.equal(value.cpu(), wanted[name])

@@ -107,6 +107,7 @@ class BackwardAccess:
         self,
         needs: Sequence[tuple[int, ...]],
         *,
+        device: Device,
         pages: ParameterPages,
         fetches: Fetches,
         accesses: AccessLog,
@@ -120,6 +121,7 @@ class BackwardAccess:
         self.buckets: tuple[int, ...] = ()
         """The buckets that the open access has pinned."""
         self._needs = needs
+        self._device = device
         self._pages = pages
         self._fetches = fetches
         self._accesses = accesses
@@ -133,6 +135,7 @@ class BackwardAccess:
 
     def touch(self, bucket: int) -> None:
         """Backward needs a bucket: move the access to its unit."""
+        self._device.in_order()
         if bucket in self.buckets:
             return
         self._hear_of_pass()

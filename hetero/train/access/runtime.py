@@ -86,6 +86,7 @@ class Runtime:
         )
         self.backward = BackwardAccess(
             needs,
+            device=device,
             pages=self.pages,
             fetches=self.fetches,
             accesses=self.accesses,

@@ -165,6 +165,7 @@ class Offload:
 
     def keep(self, tensor: torch.Tensor, key: int, held: Held) -> Kept:
         """Return a graph's handle on a tensor; ``key`` is its storage's."""
+        self._device.in_order()
         kept = Kept(tensor.detach(), held)
         candidate = self._kept.setdefault(key, Candidate(self.inside))
         candidate.kept.append(weakref.ref(kept))
@@ -176,6 +177,7 @@ class Offload:
         """Between two units of a forward: send down the storages held only by our graphs."""
         if not (self._kept or self._orphans) or in_backward():
             return
+        self._device.in_order()
         self._discard_orphans()
         candidates = [found for key in list(self._kept) if (found := self._final(key)) is not None]
         if not candidates:
@@ -234,6 +236,7 @@ class Offload:
         task = graph_task()
         if task in (NO_TASK, self._pass):
             return
+        self._device.in_order()
         self._pass = task
         self._discard_orphans()
         self.store.transfers.finish()  # a group still on its way down would be the third
@@ -244,6 +247,7 @@ class Offload:
 
     def storage(self, group: OffloadedGroup, position: int) -> torch.Tensor:
         """Return a group's storage on the device, and begin to fetch the next group."""
+        self._device.in_order()
         if self._in_use != group.number:
             self._discard_orphans()
             self._turn_to(group)

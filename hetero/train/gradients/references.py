@@ -88,7 +88,7 @@ def _holders_of_base(grad: Any) -> tuple[int, int]:
     return (0, 0) if base is None else (_uses(base), sys.getrefcount(base))
 
 
-def _uses(tensor: torch.Tensor) -> int:
+def _uses(tensor: torch.Tensor | None) -> int:
     """Return a tensor's references from C++ and its Python object; many if torch cannot tell."""
     count = getattr(tensor, "_use_count", None)
     return 2**31 if count is None else int(count())

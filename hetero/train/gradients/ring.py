@@ -117,6 +117,10 @@ class GradRing:
         """Return a ticket for the compute so far: one for many copies."""
         return self._device.mark()
 
+    def in_order(self) -> None:
+        """Let compute go on after that which made earlier gradients; see `Device.in_order`."""
+        self._device.in_order()
+
     def n_pieces(self, source: torch.Tensor) -> int:
         """Return how many jobs `hand` makes of a 1-D tensor, once its copies have landed."""
         return len(self._starts(source))

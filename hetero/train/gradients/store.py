@@ -135,6 +135,7 @@ class GradStore:
                 advice="call hetero.backward(loss) in place of loss.backward(); it finds the model"
                 " through the loss's graph, which must not hide all of it in reentrant checkpoints",
             )
+        self.ring.in_order()
         index = self._index[id(param)]
         if self.parts.kinds:
             self._fit(index, param)
@@ -158,6 +159,7 @@ class GradStore:
     def flush_pending(self) -> None:
         """Start to flush every gradient that has arrived."""
         if self._pending:
+            self.ring.in_order()
             pending, self._pending = self._pending, {}
             indices = list(dict.fromkeys((*pending, *self._leased)))
             self._leased.clear()

@@ -130,7 +130,7 @@ static bool conflicts(const Region& r, size_t line, int s, bool write, int op) {
 void touch_locked(uintptr_t lo, size_t bytes, int s, bool write, int op) {
   Region* r = bytes ? D.find(lo) : nullptr;
   if (!r) return;
-  if (s != 0) r->seen_by_lane = true;
+  if (D.lanes.count(s)) r->seen_by_lane = true;
   Marks& mine = r->of(s);
   uint64_t now = D.clock.of(s);
   bool told = false;

@@ -97,6 +97,9 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override {
     delete (Event*)event;
   }
+  void recordDataPtrOnStream(const c10::DataPtr& p, const c10::Stream& s) const override {
+    record_stream((uintptr_t)p.get(), s.id());
+  }
   void synchronizeEvent(void* event) const override { if (event) host_knows(*(Event*)event); }
   bool queryStream(const c10::Stream&) const override { return true; }
   void synchronizeStream(const c10::Stream& s) const override { host_waits_for_stream(s.id()); }

@@ -16,12 +16,14 @@ void add_region_locked(uintptr_t base, size_t bytes, bool device, int stream, ui
   D.regions[base] = std::move(r);
 }
 
-// Note the first access of a stream that neither the host nor `ordered` is after.
+// Note the first access of a stream that neither the host nor `ordered` is after. What a stream of
+// the program's own allocated is in order with the program's others when it joins them.
 static void find_users(const Region& r, const Clock* ordered, int except, const std::string& kind,
                        const std::string& now) {
   for (int t = 0; t < (int)r.marks.size(); t++) {
     const Marks& m = r.marks[t];
     if (t == except || !m.used() || r.recorded.count(t)) continue;
+    if (r.stream != 0 && !D.lanes.count(t)) continue;
     uint64_t done = std::max(D.host.of(t), ordered ? ordered->of(t) : 0);
     for (size_t i = 0; i < r.lines(); i++)
       if (m.last(i) > done) {

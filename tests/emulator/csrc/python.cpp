@@ -71,7 +71,10 @@ PYBIND11_MODULE(fake_cuda_ext, m) {
 
   m.def("set_stream", [](int s) { return std::exchange(current_stream, s); });
   m.def("get_stream", [] { return current_stream; });
-  m.def("name_stream", [](int s, const std::string& name) { Lock lock(D.m); D.lanes[s] = name; });
+  m.def("name_stream", [](int s, const std::string& name) {  // "": it is no lane, or no longer one
+    Lock lock(D.m);
+    if (name.empty()) D.lanes.erase(s); else D.lanes[s] = name;
+  });
   m.def("set_label", &set_label);
   m.def("restore_label", [](int old) { label = old; });
   py::class_<Event>(m, "Event").def(py::init<>())
