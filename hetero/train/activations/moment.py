@@ -90,7 +90,8 @@ class Moment:
         """(kind, holder, its state)."""
         self._empty: list[dict[Any, Any]] = []  # tables of hooks, empty then
         self._tuples: list[tuple[Any, ...]] = []  # that hold tensors
-        self._params: list[nn.Parameter] = []
+        self.params: list[nn.Parameter] = []
+        """Those of its modules."""
         self._tensors: dict[int, Buffer] = {}
         self._sources = [*common_sources(), *device_source(place)]
         self._seen: set[int] = set()
@@ -134,7 +135,7 @@ class Moment:
                 self._empty.append(value)
             elif type(value) not in PLAIN:
                 self._look_at(value, DEPTH)
-        self._params.extend(p for p in module._parameters.values() if p is not None)
+        self.params.extend(p for p in module._parameters.values() if p is not None)
         self._look_at_class(type(module))
 
     def _look_at_class(self, kind: type) -> None:
@@ -252,6 +253,10 @@ class Moment:
         for buffer in self._tensors.values():
             buffer.close()
 
+    def is_lost(self) -> bool:
+        """Whether others have written tensors since, of which there is no copy."""
+        return any(buffer.is_lost for buffer in self._tensors.values())
+
     def has_drawn(self) -> bool:
         """Whether any generator was drawn from since."""
         return any(not source.same(state, source.get()) for source, state in self._drawn)
@@ -325,7 +330,7 @@ class Moment:
             yield
 
     def _hooks_of_parameters(self) -> Iterator[dict[int, Any]]:
-        for param in self._params:
+        for param in self.params:
             for name in HOOKS_OF_PARAMETERS:
                 if table := getattr(param, name):
                     yield table

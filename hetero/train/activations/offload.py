@@ -159,7 +159,7 @@ class Offload:
             and n_bytes >= self._min_bytes
             and tensor.device == self._device.torch_device
             and type(tensor) in (torch.Tensor, torch.nn.Parameter)
-            and not (tensor.is_conj() or tensor.is_neg())
+            and not (tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor())
             and not in_backward()
         )
 

@@ -34,6 +34,10 @@ IN_NEED = (
     "raise hbm= or host=, which have no room to keep what units save, or lower the batch; the next"
     " step keeps what this unit saves"
 )
+NEXT_KEEPS = (
+    "write before the forward or after the backward, or set activations='keep' or 'offload'; from"
+    " the next step on, what units save is kept"
+)
 CHOICES = {"auto": KEEP, "keep": KEEP, "recompute": RECOMPUTE, "offload": OFFLOAD}
 
 
@@ -309,6 +313,8 @@ class ActivationPolicies:
         )
         proofs, policy = self.proofs, self._used[index]
         conclude = partial(proofs.conclude, index, proofs.take(index, forward.path()))
+        if self.may_change:
+            forward.broken, forward.advice = proofs.distrust, NEXT_KEEPS
         if policy.recompute and (proofs.holds(index) or not self.may_change):
             return forward.recomputed(args, kwargs, None if proofs.holds(index) else conclude)
         if policy.recompute and proofs.is_needed(index) and forward.is_whole:

@@ -82,7 +82,7 @@ class Digests:
         return ""
 
     def _digest(self, tensor: torch.Tensor) -> int:
-        if tensor.layout is not torch.strided:
+        if tensor.layout is not torch.strided or tensor._is_zerotensor():  # it has no bytes
             return 0
         if tensor.dtype == torch.uint8:  # a library's workspace, partly unwritten
             return 0
@@ -160,6 +160,11 @@ class Proof:
             self._found.clear()
         self._found[path] = self._found.get(path) or reason
 
+    def distrust(self, reason: str) -> None:
+        """Take back what was found: the program itself changes what a forward read."""
+        self._is_tried = False
+        self._found = dict.fromkeys(self._found, reason)
+
 
 class Proofs:
     """The verdicts on a model's units.
@@ -210,6 +215,14 @@ class Proofs:
     def wrote(self, unit: int) -> None:
         """A unit wrote to its inputs or parameters."""
         self._impure.add(self._types[unit])
+
+    def distrust(self, reason: str) -> None:
+        """A unit could not be computed again because the program had written to what it read: keep
+        what units save from now on."""
+        for proof in self._of.values():
+            proof.distrust(reason)
+        self._needed.clear()
+        self.learned = True
 
     def conclude(self, unit: int, path: int, reason: str | None) -> None:
         """Record a trial, see `Proof.conclude`; the likes of one that failed are not needed."""

@@ -25,7 +25,7 @@ from hetero.train.activations.proof import Digests
 from hetero.train.activations.reach import Reach
 from hetero.train.activations.saved import SavedTensors
 from hetero.train.activations.structure import flatten, told_apart
-from hetero.train.model.faults import hearing_of_aliases, is_unbound
+from hetero.train.model.faults import hearing_of_aliases, is_unbound, listen_to_aliases
 from hetero.train.model.graph import versions
 from hetero.train.model.parts import Parts, PlainTensors
 
@@ -66,6 +66,8 @@ class Forward:
         self.name = name
         self.advice = ADVICE
         """In place of repeating the call, if it cannot be."""
+        self.broken: Callable[[str], object] = lambda _: None
+        """Is told why a call could not be repeated that is known to give the same bits."""
         self._module = module
         self._call = call
         self._access = access or _at_once
@@ -79,6 +81,10 @@ class Forward:
         self.written = ""
         """How the call changed its inputs or parameters, which forbids repeating it; else ""."""
         self._weights: tuple[Digests, Digests] | None = None  # before and after the first call
+        self._given = Digests()  # of inputs in RAM, before it
+        self._versions: list[int] = []  # of parameters, after it
+        self._aliased: dict[int, tuple[Any, Digests]] = {}  # those whose ``data`` others have since
+        self._wrote_data = False
         self._leaves_inputs = False  # alone, for backward
         tensors = enumerate(self.distinct)
         self._tensors_at = {at for at, leaf in tensors if isinstance(leaf, torch.Tensor)}
@@ -161,6 +167,7 @@ class Forward:
         """
         digests = None if conclude is None else Digests()
         self._leaves_inputs = True
+        self._given = _in_ram(self.distinct)
         first = [(args, kwargs)]  # popped: backward must not hold these tensors
 
         def run(*distinct: Any) -> Any:
@@ -175,8 +182,32 @@ class Forward:
             if conclude is not None:
                 conclude(self.written)
             raise self.refusal(f"{self.written}: what it was given is gone")
+        self._versions = self._versions_now()
+        listen_to_aliases(self)
         self._forget_tensors()
         return found
+
+    def _versions_now(self) -> list[int]:
+        return [self._parts.version(param) for param in self._moment.params]
+
+    def about_to_alias(self, param: Any) -> None:
+        """Code is about to get a parameter's ``data``: no version tells of writes to that."""
+        if id(param) not in self._aliased and any(param is own for own in self._moment.params):
+            before = Digests()
+            _digest([param], before, self._parts)
+            self._aliased[id(param)] = param, before
+
+    def _changes(self, distinct: Sequence[Any]) -> str:
+        """Return what others wrote after the first call, of what it read; "" if nothing."""
+        if self._versions_now() != self._versions:
+            return "has parameters that were written after its forward, before its backward"
+        if self._wrote_data:
+            return "has parameters whose data was written after its forward, before its backward"
+        if self._given.difference(_in_ram(distinct)):
+            return "was given tensors that were written after its forward, before its backward"
+        if self._moment.is_lost():
+            return "read tensors that were written after its forward, before its backward"
+        return ""
 
     def tried(
         self,
@@ -224,10 +255,19 @@ class Forward:
             twin(self._caches[at]) if at in self._caches else given[at] for at in self._places
         ]
         args, kwargs = self._structure.build(iter(leaves))
+        call = self._compared if self._aliased else self._call
         with self._moment.again(), self._watched(digests):
-            found = theirs(self._access, self._call, args, kwargs)
+            found = theirs(self._access, call, args, kwargs)
         _digest_outputs(found, digests, self._parts)
         return found
+
+    def _compared(self, *args: Any, **kwargs: Any) -> Any:
+        """Make the unit's own call, after a look at parameters whose ``data`` others have."""
+        for param, before in self._aliased.values():
+            now = Digests()
+            _digest([param], now, self._parts)
+            self._wrote_data |= bool(before.difference(now))
+        return self._call(*args, **kwargs)
 
     def _verified(
         self,
@@ -235,7 +275,21 @@ class Forward:
         first: Digests | None,
         conclude: Callable[[str | None], None] | None,
     ) -> Any:
-        """Repeat the call; raise StateError if it saves other bits."""
+        """Repeat the call; raise StateError if it saves other bits, or what it reads changed."""
+        try:
+            return self._repeated(distinct, first, conclude)
+        finally:  # torch leaves the call once it has made all that backward needs
+            changes = self._changes(distinct)
+            if changes:
+                self.broken(changes)
+                raise self.refusal(changes) from None
+
+    def _repeated(
+        self,
+        distinct: Sequence[Any],
+        first: Digests | None,
+        conclude: Callable[[str | None], None] | None,
+    ) -> Any:
         if first is None or conclude is None:
             return self.again(distinct, None)
         if self.wrote_weights():
@@ -274,6 +328,16 @@ def _apart(value: Any, wrappers: tuple[type, ...]) -> Any:
     if type(value) not in (torch.Tensor, *wrappers) or not value.requires_grad:
         return value
     return value.detach().requires_grad_()
+
+
+def _in_ram(values: Sequence[Any]) -> Digests:
+    """Return digests of inputs in RAM: no version tells of what numpy writes, or ``.data``."""
+    found = Digests()
+    for value in values:
+        in_ram = type(value) is torch.Tensor and value.device.type == "cpu"
+        if in_ram and value.layout is torch.strided and value.is_contiguous():
+            found.saw(value)
+    return found
 
 
 def _at_once(call: Call, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

@@ -18,6 +18,7 @@ from hetero.dry import unseen_writes
 from hetero.train.activations.reach import Names
 
 SMALL = 2**20  # bytes up to which a device buffer's copy is kept, written or not
+TINY = 2**16  # the same of a CPU's
 absent: Any = object()
 """The value of a name that has none."""
 
@@ -44,19 +45,24 @@ class Buffer:
         self._version = _version(tensor)
 
     def close(self) -> None:
-        """Forget the copy if the forward did not write the tensor.
+        """Forget a large copy if the forward did not write the tensor.
 
         On a CPU bits are compared, since versions miss writes through ``.data``. On a device that
-        would synchronise: there a small copy stays.
+        would synchronise. A small copy stays: others may write before the call is repeated.
         """
         tensor = self._tensor
         if _version(tensor) != self._version:
             return
-        if tensor.device.type in ("cpu", "meta"):
-            if _same_bits(self._before, tensor):
-                self._before = None
-        elif tensor.layout is not torch.strided or tensor.is_nested or tensor.nbytes > SMALL:
+        on_cpu = tensor.device.type in ("cpu", "meta")
+        if _is_plain(tensor) and tensor.nbytes <= (TINY if on_cpu else SMALL):
+            return
+        if not on_cpu or _same_bits(self._before, tensor):
             self._before = None
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether others have written the tensor since `close`, and there is no copy."""
+        return self._before is None and self.is_written()
 
     def is_written(self) -> bool:
         """Whether the tensor's version is another one than before."""
@@ -71,8 +77,12 @@ def _version(tensor: torch.Tensor) -> int:
     return (-1 if tensor.is_inference() else tensor._version) + unseen_writes(tensor)
 
 
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_nested
+
+
 def _same_bits(first: torch.Tensor | None, second: torch.Tensor) -> bool:
-    if first is None or first.layout is not torch.strided or first.is_nested:
+    if first is None or not _is_plain(first):
         return first is None
     if first.shape != second.shape or first.dtype != second.dtype:
         return False

@@ -12,6 +12,9 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
+import torch
+from torch import nn
+
 from hetero import interrupts
 from hetero.errors import too_early
 from hetero.events import What
@@ -19,7 +22,7 @@ from hetero.jobs import Job
 from hetero.memory.codec import Workspace
 from hetero.memory.frame import FrameMap
 from hetero.memory.homecopy import HomeEvents
-from hetero.memory.layout import Bucket, Layout
+from hetero.memory.layout import Bucket, Layout, Segment
 from hetero.memory.link import Link
 from hetero.memory.manager import PARAM, ChunkManager
 from hetero.plan.division import Division, Hbm
@@ -373,7 +376,7 @@ def make_manager(
         events=HomeEvents(
             writing=setup.saver.wait_for,
             overwriting=setup.masters.overwriting,
-            written=setup.masters.reset,
+            written=partial(count_write, setup.params, setup.masters.reset),
             wrote=setup.masters.wrote,
             saving=setup.saver.has_yet_to_read,
             updated=trained.grads.release,
@@ -388,6 +391,14 @@ def make_manager(
         workspace=None if decoding is None else Workspace.on(device, *decoding),
         comm=setup.comm,
     )
+
+
+def count_write(
+    params: Sequence[nn.Parameter], reset: Callable[[Segment], None], segment: Segment
+) -> None:
+    """A parameter was written through a state dict: its master follows, and its version tells."""
+    reset(segment)
+    torch.autograd.graph.increment_version(params[segment.index])
 
 
 def most_frames(hbm: Hbm, every: int) -> int:

@@ -9,6 +9,7 @@ is switched off.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from inspect import getattr_static
@@ -146,7 +147,7 @@ def metadata_functions() -> frozenset[Any]:
 METADATA = metadata_functions()
 GEOMETRY = frozenset({T.stride, T.is_contiguous})
 _DATA = getattr_static(T, "data")
-_set_data = _DATA.__set__
+_get_data, _set_data = _DATA.__get__, _DATA.__set__
 _set_grad = getattr_static(T, "grad").__set__
 
 
@@ -209,6 +210,8 @@ class BoundPage(Prepared):
     def data(self) -> torch.Tensor:
         for about_to_leave in _listeners:
             about_to_leave(self)
+        for listener in list(_waiting):
+            listener.about_to_alias(self)
         return self.hetero_runtime.alias(self)
 
     @data.setter
@@ -245,6 +248,9 @@ class UnboundPage(Prepared):
                 return func(owner.geometry(args[0]), *args[1:], **kwargs)
             if func == _set_data:
                 return owner.assign(args[0], args[1])
+            if func == _get_data:
+                for listener in list(_waiting):
+                    owner.fault(listener.about_to_alias, (args[0],), {})
             if func == T.view_as and asks_for_node():
                 with without_faults():
                     return func(*args)
@@ -295,6 +301,20 @@ def hearing_of_aliases(call: Callable[[Any], None]) -> Iterator[None]:
 
 
 _listeners: list[Callable[[Any], None]] = []
+
+
+class AliasListener(Protocol):
+    """Hears of bound parameters whose ``data`` is about to be read."""
+
+    def about_to_alias(self, param: Any) -> None: ...
+
+
+def listen_to_aliases(listener: AliasListener) -> None:
+    """Tell a listener as long as it lives."""
+    _waiting.add(listener)
+
+
+_waiting: weakref.WeakSet[AliasListener] = weakref.WeakSet()
 
 
 def is_unbound(value: Any) -> bool:
