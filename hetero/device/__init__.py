@@ -45,6 +45,7 @@ from hetero.device.process import (
     return_large_blocks,
     set_accelerator_rng,
     trim_heap,
+    unseen,
     use_accelerator,
 )
 from hetero.device.sim import SimDevice
@@ -96,6 +97,7 @@ __all__ = [
     "set_accelerator_rng",
     "stages_bytes",
     "trim_heap",
+    "unseen",
     "use_accelerator",
     "use_count",
 ]

@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 
 from hetero.device.face import LANES, Ticket, Timing
+from hetero.device.process import unseen
 from hetero.types import Lane
 
 OURS = (Lane.GATHER, Lane.REDUCE, Lane.UPDATE)
@@ -57,7 +58,7 @@ class CudaLanes:
         for ticket in after:
             if ticket.event is not None:
                 stream.wait_event(ticket.event)
-        with self.on(lane):
+        with self.on(lane), unseen():
             first = self.timing(stream)
             queue()
             event = torch.cuda.Event(enable_timing=first is not None)

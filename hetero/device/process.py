@@ -8,11 +8,13 @@ import os
 import struct
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+
+from hetero.internals import current_mode, without_modes
 
 _M_MMAP_THRESHOLD = -3
 _M_TRIM_THRESHOLD = -1
@@ -28,6 +30,17 @@ def finish_compute() -> None:
     """Wait for everything queued on the CUDA device, if there is one (benchmarks)."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
+
+
+_NOTHING = nullcontext()
+
+
+def unseen() -> AbstractContextManager[Any]:
+    """Hide a block's operations from the program's dispatch modes, which would count them."""
+    if current_mode() is None:
+        return _NOTHING
+    manager: AbstractContextManager[Any] = without_modes()
+    return manager
 
 
 def n_accelerators() -> int:

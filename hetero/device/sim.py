@@ -21,6 +21,7 @@ import torch
 from hetero.crc import crc32
 from hetero.device.cpu import CpuDevice
 from hetero.device.face import ALONE, COPY_LANES, LANES, POISON, Stall, Ticket, use_count
+from hetero.device.process import unseen
 from hetero.errors import TransferError
 from hetero.events import behind
 from hetero.types import Lane
@@ -117,7 +118,8 @@ class SimDevice(CpuDevice):
             self._refuse_reuse(dst, after)
             dst, src = dst.detach(), src.detach()  # aliases of our own, for use counts
         if ready:
-            dst.fill_(POISON)
+            with unseen():
+                dst.fill_(POISON)
         ticket = Ticket(lane, end)
         if self.is_timed:
             ticket.was(start, end)
@@ -229,7 +231,8 @@ class SimDevice(CpuDevice):
                 advice="the writer must pass the copy's ticket as after=",
             )
         begin = time.monotonic()
-        item.dst.copy_(item.src)
+        with unseen():  # whatever operation of the program's this happens in
+            item.dst.copy_(item.src)
         item.ticket.done = True
         if not self.is_timed:  # the time it took, not the time it was put off
             item.ticket.was(begin, time.monotonic())

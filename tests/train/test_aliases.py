@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import os
 import signal
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import hetero
 from hetero import StateError
@@ -367,6 +369,35 @@ def test_a_dropped_model_that_keeps_its_output_is_freed(settings: dict[str, Any]
     assert refs[2]() is None
 
 
+class Listed(Stack):
+    """Holds parameters where no module looks for them, as `nn.LSTM` does."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        for block in self.blocks:
+            block.flat = list(block.parameters())
+
+
+def test_a_dropped_model_is_freed_whose_units_list_their_parameters() -> None:
+    """What is known of a class that only this model has goes with it."""
+
+    def scope() -> list[Any]:
+        model = Listed()
+        given = {"hbm": HBM, "chunk_bytes": 256, "device": "cpu", "activations": "recompute"}
+        _, optimizer = hetero.prepare(model, sgd(model), **given)
+        for number in range(3):
+            loss_of(model, data(number)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        model.state_dict()  # waits for the updates
+        return [weakref.ref(x) for x in (model, engine_of(model), model.head.weight)]
+
+    refs = scope()
+    gc.collect()
+    gc.collect()
+    assert [ref() for ref in refs] == [None] * 3
+
+
 class Scores(Stack):
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -445,3 +476,55 @@ def test_long_passes_without_a_step_do_not_pile_up() -> None:
         for _ in range(30):
             model(data())
     assert len(fetches.evaluate._seen) <= 20 and len(fetches.train._seen) == 0
+
+
+def rounded(tensor: Tensor) -> Tensor:
+    return tensor.bfloat16() if tensor.is_floating_point() else tensor
+
+
+def widened(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.is_floating_point() else tensor
+
+
+@pytest.mark.parametrize("activations", ["auto", "keep", "offload"])
+def test_hooks_that_round_what_is_saved_round_weights_too(activations: str) -> None:
+    """A user's own pair around the model: torch saves weights through it."""
+    plain = Stack()
+    model, reference = copy.deepcopy(plain), sgd(plain)
+    given = {"hbm": 4 * HBM, "chunk_bytes": 256, "device": "cpu", "activations": activations}
+    model, optimizer = hetero.prepare(model, sgd(model), **given)
+    for number in range(4):
+        for m, o in ((plain, reference), (model, optimizer)):
+            with torch.autograd.graph.saved_tensors_hooks(rounded, widened):
+                loss = loss_of(m, data(number))
+            loss.backward()
+            o.step()
+            o.zero_grad()
+        same(values(plain), values(model), f"step {number}")
+
+
+PRODUCTS = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default]
+
+
+class Selective(Block):
+    """Keeps what products made, and computes all else again."""
+
+    def forward(self, x: Tensor) -> Any:
+        keeps = functools.partial(create_selective_checkpoint_contexts, PRODUCTS)
+        plain = functools.partial(Block.forward, self)
+        return checkpoint(plain, x, use_reentrant=False, context_fn=keeps)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cpu:sim"])
+def test_modes_of_the_program_see_none_of_our_copies(device: str) -> None:
+    """torch's selective checkpoints count the operations that come by."""
+    plain = Stack()
+    plain.blocks = nn.ModuleList(Selective() for _ in range(6))
+    twin, reference = copy.deepcopy(plain), sgd(plain)
+    given = {"hbm": HBM, "chunk_bytes": 256, "device": device, "activations": "keep"}
+    model, optimizer = hetero.prepare(twin, sgd(twin), **given)
+    for number in range(4):
+        for m, o in ((plain, reference), (model, optimizer)):
+            step(m, o, number)
+        same(values(plain), values(model), f"step {number}")
+    assert hetero.status(model).mode == "paged"

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.autograd.forward_ad as fwAD
 import torch.nn.functional as F
 from torch import nn
 
@@ -273,3 +274,25 @@ def test_second_derivatives_are_right() -> None:
         found.append([p.grad.detach().clone() for p in side.parameters()])
 
     same(found[0], found[1], "gradients of gradients")
+
+
+@pytest.mark.parametrize("activations", ["auto", "keep", "offload"])
+def test_tangents_of_zeros_have_no_memory_to_send_down(activations: str) -> None:
+    """Forward-mode AD: torch saves zeros that are nowhere."""
+
+    def trained(prepared: bool) -> list[torch.Tensor]:
+        model: Any = deep()
+        optimizer: Any = adamw(model)
+        if prepared:
+            given = {"device": "cpu", "hbm": "8MiB", "chunk_bytes": 1024}
+            model, optimizer = hetero.prepare(model, optimizer, activations=activations, **given)
+        for number in range(3):
+            torch.manual_seed(number)
+            x = torch.randn(ROWS, D)
+            with fwAD.dual_level():
+                model(fwAD.make_dual(x, torch.ones_like(x))).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return values(model)
+
+    same(trained(False), trained(True), "weights")

@@ -21,6 +21,7 @@ from hetero.train.activations.state_kinds import (
     SETTING,
     SPACE,
     TABLE,
+    TINY,
     Buffer,
     Switch,
     absent,
@@ -118,13 +119,25 @@ def test_what_is_lent_stands_in_for_tensors_and_for_tuples_of_them() -> None:
     assert SPACE.lend(plain, lent) is plain
 
 
-def test_a_buffer_that_was_written_unseen_keeps_its_value() -> None:
-    tensor = torch.ones(3)
-    written, left = Buffer(tensor), Buffer(torch.zeros(2))
+@pytest.mark.parametrize("numel", [3, TINY])
+def test_a_buffer_that_was_written_unseen_keeps_its_value(numel: int) -> None:
+    tensor = torch.ones(numel)
+    written = Buffer(tensor)
     tensor.data.add_(1.0)
     written.close()
-    left.close()
-    assert written.copy().tolist() == [1, 1, 1] and left._before is None
+    assert torch.equal(written.copy(), torch.ones(numel))
+
+
+def test_a_small_buffer_keeps_the_value_that_others_write_over_later() -> None:
+    small, large = torch.ones(3), torch.ones(TINY)
+    buffers = [Buffer(small), Buffer(large)]
+    for buffer in buffers:
+        buffer.close()
+    assert not any(buffer.is_lost for buffer in buffers)
+    for tensor in (small, large):
+        tensor.add_(1.0)
+    assert [buffer.is_lost for buffer in buffers] == [False, True]
+    assert buffers[0].copy().tolist() == [1, 1, 1] and buffers[1]._before is None
 
 
 def test_common_generators_can_be_set_to_where_they_were() -> None:

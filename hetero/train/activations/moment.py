@@ -13,7 +13,6 @@ or a lock, is not *whole*: trying such a unit could change it.
 
 from __future__ import annotations
 
-import functools
 import re
 import weakref
 from collections import OrderedDict, deque
@@ -29,7 +28,14 @@ import numpy as np
 import torch
 from torch import nn
 
-from hetero.train.activations.reach import CODE, Attributes, Reach, is_object, spaces_of
+from hetero.train.activations.reach import (
+    CODE,
+    Attributes,
+    Reach,
+    is_object,
+    known_by_class,
+    spaces_of,
+)
 from hetero.train.activations.state_kinds import (
     ARRAY,
     CELL,
@@ -364,7 +370,7 @@ def _said(values: Any) -> Any:
     return tuple(v for v in values if v is None or type(v) in (bool, str))
 
 
-@functools.cache
+@known_by_class
 def _is_constant(kind: type) -> bool:
     return issubclass(kind, CONSTANT)
 

@@ -9,7 +9,7 @@ import dis
 import functools
 import sys
 import weakref
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from pathlib import Path
 from types import (
     BuiltinFunctionType,
@@ -19,7 +19,7 @@ from types import (
     MethodType,
     ModuleType,
 )
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 
@@ -179,7 +179,24 @@ def spaces_of(value: Any) -> Iterator[MutableMapping[str, Any]]:
         yield Attributes(value, slots)
 
 
-@functools.cache
+T = TypeVar("T")
+
+
+def known_by_class(function: Callable[[type], T]) -> Callable[[type], T]:
+    """Remember what a function returns for a class as long as that lives: the classes of a prepared
+    model's parameters lead to all that it has."""
+    known: weakref.WeakKeyDictionary[type, T] = weakref.WeakKeyDictionary()
+
+    def ask(kind: type) -> T:
+        found = known.get(kind)
+        if found is None:
+            found = known[kind] = function(kind)
+        return found
+
+    return ask
+
+
+@known_by_class
 def _slots_of(kind: type) -> tuple[str, ...]:
     members = (vars(base).items() for base in kind.__mro__)
     return tuple(n for of in members for n, v in of if isinstance(v, MemberDescriptorType))

@@ -204,7 +204,7 @@ class Forward:
         if self._wrote_data:
             return "has parameters whose data was written after its forward, before its backward"
         if self._given.difference(_in_ram(distinct)):
-            return "was given tensors that were written after its forward, before its backward"
+            return "was given tensors that were written after its forward, or that hooks changed"
         if self._moment.is_lost():
             return "read tensors that were written after its forward, before its backward"
         return ""

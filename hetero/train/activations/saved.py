@@ -71,7 +71,7 @@ class Views(Protocol):
 class Pack:
     """The pack hook; an instance knows its enclosing pair."""
 
-    __slots__ = ("_footprint", "_offload", "_owner", "_views", "outer")
+    __slots__ = ("_footprint", "_offload", "_owner", "_passes_by", "_views", "outer")
 
     def __init__(
         self,
@@ -83,6 +83,8 @@ class Pack:
         self._views = owner.views
         self._footprint = owner.footprint
         self._offload = offload
+        self._passes_by = outer is None or _of_torch(outer[0])
+        """Whether views of parameters need not come to the enclosing pair, which changes none."""
         self.outer = outer
 
     def __call__(self, tensor: torch.Tensor) -> Any:
@@ -101,7 +103,7 @@ class Pack:
             digests.saw(tensor) if saved is None else digests.saw_view(saved)
             if not digests.keeps:
                 return None
-        if saved is not None:
+        if saved is not None and self._passes_by:
             return saved
         return self._keep(tensor, cdata, storage.nbytes())
 
@@ -139,7 +141,7 @@ class PartPack(Pack):
             digests.saw(local) if saved is None else digests.saw_view(saved)
             if not digests.keeps:
                 return None
-        if saved is not None:
+        if saved is not None and self._passes_by:
             return Wrapped(saved, parts.wrapping(tensor))
         offload, n_bytes = self._offload, storage.nbytes()
         if self.outer is None and offload is not None and offload.wants(local, n_bytes):
@@ -281,6 +283,13 @@ def inside_foreign_hooks() -> bool:
     return top is not None and not isinstance(top[0], Pack)
 
 
+def _of_torch(pack: Callable[[torch.Tensor], Any]) -> bool:
+    """Whether a pack hook is torch's own, as of checkpoints, which gives back what it was given; a
+    user's may round it."""
+    module = getattr(pack, "hetero_guard", None) or getattr(pack, "__module__", None) or ""
+    return module.partition(".")[0] == "torch"
+
+
 def _for_aliases(enter: Callable[[Any], None]) -> Callable[[Any], None]:
     """Hand the user's own saved-tensor hooks an alias of a paged parameter, not the parameter.
 
@@ -296,7 +305,7 @@ def _for_aliases(enter: Callable[[Any], None]) -> Callable[[Any], None]:
                 paged = hasattr(type(tensor), "hetero_runtime")
                 return pack(tensor.detach() if paged else tensor)
 
-            vars(alias)["hetero_guard"] = True
+            vars(alias)["hetero_guard"] = getattr(pack, "__module__", None) or "a user's"
             self.pack_hook = alias
         enter(self)
 

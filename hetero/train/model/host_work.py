@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
-from hetero.internals import current_mode, without_modes
+from hetero.device import unseen
 
-_NOTHING = nullcontext()
-
-
-def host_work() -> AbstractContextManager[Any]:
-    """Hide a block's operations on HOST from modes that count."""
-    if current_mode() is None:
-        return _NOTHING
-    manager: AbstractContextManager[Any] = without_modes()
-    return manager
+host_work: Callable[[], AbstractContextManager[Any]] = unseen
+"""Hide a block's operations on HOST from modes that count."""
