@@ -233,6 +233,14 @@ def test_preparing_twice_is_refused() -> None:
         hetero.prepare(other, optimizer)
 
 
+def load_by_swaps(model: nn.Module) -> None:
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        model.load_state_dict(model.state_dict())
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+
+
 FORBIDDEN: list[tuple[str, type[Exception], Callable[[nn.Module], Any]]] = [
     ("copy of a parameter", StateError, lambda m: copy.copy(m.head.weight)),
     ("pickle", StateError, pickle.dumps),
@@ -262,6 +270,7 @@ FORBIDDEN: list[tuple[str, type[Exception], Callable[[nn.Module], Any]]] = [
         ConfigError,
         lambda m: m.load_state_dict(m.state_dict(), assign=True),
     ),
+    ("swapping load", ConfigError, lambda m: load_by_swaps(m)),
     ("backward of a vector", StateError, lambda m: hetero.backward(m(DATA))),
     ("backward without a graph", StateError, lambda m: hetero.backward(torch.zeros(()))),
 ]

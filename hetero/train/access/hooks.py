@@ -30,6 +30,9 @@ from hetero.train.model.binding import without_faults
 from hetero.train.model.graph import OurHook
 from hetero.train.model.units import PART, Unit, entries_of, has_params
 
+STATE_DICT_METHODS = {"_save_to_state_dict": False, "_load_from_state_dict": True}
+"""Of a module, and whether they load."""
+
 
 class MemoryGuard(Protocol):
     """Follows the forwards of a model that stays on its device."""
@@ -160,8 +163,8 @@ class Hooks(Attachments):
             self.replace(module, "__deepcopy__", functools.partial(_copied, self, module, fits))
             self.bracket(module, "_apply", functools.partial(_guarding, module))
             if any(p is not None for p in module._parameters.values()):
-                for name in ("_save_to_state_dict", "_load_from_state_dict"):
-                    self.bracket(module, name, functools.partial(_at_home, reading))
+                for name, loads in STATE_DICT_METHODS.items():
+                    self.bracket(module, name, functools.partial(_at_home, reading, loads))
 
     def refuse_forwards(self, model: nn.Module, check: Callable[[], None]) -> None:
         """Let no module of a model compute: ``check`` raises, with the reason."""
@@ -388,7 +391,9 @@ def _looks(tensor: torch.Tensor) -> str:
     return f"{tensor.dtype} on {tensor.device}, strides {tensor.stride()}{shared}"
 
 
-def _at_home(reading: Callable[[], Any], call: Callable[..., Any]) -> Callable[..., Any]:
+def _at_home(
+    reading: Callable[[], Any], loads: bool, call: Callable[..., Any]
+) -> Callable[..., Any]:
     """Return a state dict method that reads and writes the homes."""
 
     @functools.wraps(call)
@@ -397,6 +402,12 @@ def _at_home(reading: Callable[[], Any], call: Callable[..., Any]) -> Callable[.
             raise ConfigError(
                 "load_state_dict(assign=True) would replace paged parameters",
                 advice="call load_state_dict without assign=True",
+            )
+        if loads and torch.__future__.get_swap_module_params_on_conversion():
+            raise ConfigError(
+                "load_state_dict would replace paged parameters, since"
+                " torch.__future__.set_swap_module_params_on_conversion(True) is set",
+                advice="set it to False around load_state_dict",
             )
         with reading():
             return call(*args, **kwargs)

@@ -6,6 +6,7 @@ ahead (speed). Accesses of forward nest with module calls; those of backward fol
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ import torch
 from torch import nn
 
 from hetero.device import Device
+from hetero.errors import StateError
 from hetero.functional.head import has_memory
 from hetero.internals import NO_TASK, graph_task, install, is_faking, tree_iter
 from hetero.memory.layout import Layout
@@ -101,6 +103,22 @@ class Runtime:
         self._entered: list[Accessed] = []  # open accesses, which nest
         self._calls: list[Phase] = []  # open calls of the whole model, which nest
         self._began = 0.0  # when the outermost call began
+        self._user = 0  # the thread that used it last
+        self._n_held = 0  # accesses that begin now, and those outside of forwards
+
+    def _claim(self, task: int) -> None:
+        """Refuse a thread that comes while another one uses the model. One of backward's works for
+        the thread that waits for it."""
+        here = threading.get_ident()
+        if task != NO_TASK or here == self._user:
+            return
+        if self._calls or self._entered or self._n_held:
+            raise StateError(
+                "two threads use the model at the same time",
+                advice="let one thread at a time call it, or read its weights: a lock around such"
+                " calls, or a queue to one thread",
+            )
+        self._user = here
 
     @property
     def is_running(self) -> bool:
@@ -128,6 +146,14 @@ class Runtime:
         """Begin a unit's forward: pin, bind, look ahead. Return whether hooks were pushed."""
         faults.refuse_transforms()
         buckets, task = self.needs[unit], graph_task()
+        self._claim(task)
+        self._n_held += 1
+        try:
+            return self._enter(unit, buckets, task)
+        finally:
+            self._n_held -= 1
+
+    def _enter(self, unit: int, buckets: tuple[int, ...], task: int) -> bool:
         if task == NO_TASK or self.backward.buckets != buckets:
             self.backward.settle()
         # Otherwise backward is recomputing this very unit, and autograd already holds an unpacked
@@ -160,6 +186,7 @@ class Runtime:
 
     def enter_model(self) -> bool:
         """Begin a call of the whole model: choose the phase, pack tensors saved between units."""
+        self._claim(graph_task())
         self.events.before_use()
         faults.refuse_transforms()
         self.backward.settle()
@@ -189,13 +216,18 @@ class Runtime:
     @contextmanager
     def lend(self, buckets: Sequence[int], why: str) -> Iterator[None]:
         """Hold buckets and bind their parameters inside a block."""
-        self.fetches.pin(buckets, why, self._spare, in_frames=True)  # they may be written
-        self.pages.bind(buckets)
+        self._claim(graph_task())
+        self._n_held += 1
         try:
-            yield
+            self.fetches.pin(buckets, why, self._spare, in_frames=True)  # they may be written
+            self.pages.bind(buckets)
+            try:
+                yield
+            finally:
+                self.pages.unbind(buckets)
+                self.pages.watch(buckets)
         finally:
-            self.pages.unbind(buckets)
-            self.pages.watch(buckets)
+            self._n_held -= 1
 
     def call_with(
         self,
