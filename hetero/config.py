@@ -378,9 +378,11 @@ def host_limit(root: Path = Path("/")) -> HostLimit:
 
     ``psutil`` reports the whole machine inside a container, so every ancestor cgroup is read, in
     version 2 (``memory.max``, ``memory.high``) and version 1 (``memory.limit_in_bytes``) form; file
-    pages that the kernel would reclaim do not count as used. ``root`` holds /proc and /sys.
+    pages that the kernel would reclaim do not count as used. Memory of a GPU that the kernel takes
+    for RAM (GH200) is not. ``root`` holds /proc and /sys.
     """
-    best = HostLimit(psutil.virtual_memory().available, "free memory of the machine")
+    free = max(0, psutil.virtual_memory().available - gpu_nodes_free(root))
+    best = HostLimit(free, "free memory of the machine")
     for folder, limit_name, used_name in cgroup_folders(root):
         limit = read_number(folder / limit_name)
         if limit is None or not 0 <= limit < 2**62:  # version 1 writes 2^63 - 4096 for "no limit"
@@ -390,6 +392,25 @@ def host_limit(root: Path = Path("/")) -> HostLimit:
         if left < best.n_bytes:
             best = HostLimit(left, str(folder / limit_name))
     return best
+
+
+def gpu_nodes_free(root: Path) -> int:
+    """Return the free bytes of memory nodes without processors, where NVIDIA's driver is: the HBM
+    of a coherent GPU, unless the driver keeps it to itself (CDMM)."""
+    free = 0
+    if not (root / "proc/driver/nvidia").is_dir():
+        return free
+    for node in (root / "sys/devices/system/node").glob("node[0-9]*"):
+        try:
+            if (node / "cpulist").read_text().strip():
+                continue
+            for line in (node / "meminfo").read_text().splitlines():
+                words = line.split()  # Node 1 MemFree: 1024 kB
+                if words[2:3] == ["MemFree:"]:
+                    free += int(words[3]) * 1024
+        except (OSError, ValueError, IndexError):
+            continue
+    return free
 
 
 def cgroup_folders(root: Path) -> list[tuple[Path, str, str]]:

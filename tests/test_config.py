@@ -16,6 +16,7 @@ from hetero.config import (
     Config,
     HostLimit,
     describe_limit,
+    gpu_nodes_free,
     host_limit,
     paranoid,
     parse_bytes,
@@ -444,6 +445,26 @@ def test_without_a_cgroup_limit_the_machine_bounds_the_host(tmp_path: Path, case
 
     assert limit.source == "free memory of the machine"
     assert 0 < limit.n_bytes <= psutil.virtual_memory().total
+
+
+def node(number: int, cpus: str, free_kib: int) -> dict[str, str]:
+    place = f"sys/devices/system/node/node{number}"
+    lines = f"Node {number} MemTotal: 9999 kB\nNode {number} MemFree:  {free_kib} kB\n"
+    return {f"{place}/cpulist": f"{cpus}\n", f"{place}/meminfo": lines}
+
+
+def test_memory_of_a_coherent_gpu_is_no_ram(tmp_path: Path) -> None:
+    """On a GH200 the kernel has nodes for HBM, without processors, and counts them as free."""
+    files = {**node(0, "0-71", 3000), **node(1, "", 1024), **node(2, "", 512)}
+    assert gpu_nodes_free(fake_root(tmp_path / "cxl", files)) == 0  # a machine without such a GPU
+    files["proc/driver/nvidia/version"] = "NVRM version"
+    files["sys/devices/system/node/node3/cpulist"] = "\n"  # and nothing else
+    root = fake_root(tmp_path / "gh200", files)
+    assert gpu_nodes_free(root) == 1536 * 1024
+    before, with_gpu = (host_limit(tmp_path / name).n_bytes for name in ("cxl", "gh200"))
+    assert before - with_gpu < 2**30  # of a machine that is in use
+    huge = fake_root(root, node(1, "", 2**40))
+    assert host_limit(huge).n_bytes == 0
 
 
 def test_a_cgroup_file_that_cannot_be_read_is_passed_over(tmp_path: Path) -> None:

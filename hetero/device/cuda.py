@@ -24,7 +24,7 @@ from hetero.device.face import (
 from hetero.device.lanes import Collective, CudaLanes
 from hetero.device.locked import LockedMemory
 from hetero.device.memory import CudaMemory
-from hetero.device.process import first_line, settle_backward_at_exit
+from hetero.device.process import counts_memory, first_line, settle_backward_at_exit
 from hetero.device.rates import LaneRates
 from hetero.device.staging import (
     LEAST_BYTES,
@@ -66,13 +66,21 @@ class CudaDevice:
         self.name = str(self.torch_device)
         try:
             self._lanes = CudaLanes(self.torch_device)
-            torch.ones(1, device=self.torch_device).add_(1)  # torch may have no kernels for it
+            probe = torch.ones(1, device=self.torch_device).add_(1)  # torch may have no kernels
         except RuntimeError as error:  # the first use of the device
             raise ConfigError(
                 f"{self.name} cannot be used: {first_line(error)}",
                 advice="end other processes on it (nvidia-smi lists them), use another one, or"
                 " install a build of torch with kernels for it (torch.cuda.get_arch_list())",
             ) from error
+        if not counts_memory(self.torch_device):
+            raise ConfigError(
+                f"torch's allocator of {self.name} does not count its memory: it caches none, or is"
+                " another one",
+                advice="unset PYTORCH_NO_CUDA_MEMORY_CACHING, and use torch's own allocator, or"
+                " PYTORCH_CUDA_ALLOC_CONF=backend:cudaMallocAsync",
+            )
+        del probe
         settle_backward_at_exit(self.torch_device)
         found = torch.cuda.get_device_properties(self.torch_device)
         self.shares_ram = bool(getattr(found, "is_integrated", False))

@@ -61,7 +61,8 @@ class CudaLanes:
         with self.on(lane), unseen():
             first = self.timing(stream)
             queue()
-            event = torch.cuda.Event(enable_timing=first is not None)
+            # threads that wait for it sleep: the processors update parameters meanwhile
+            event = torch.cuda.Event(enable_timing=first is not None, blocking=True)
             event.record(stream)
         ticket = Ticket(lane, 0.0, event=event)
         if first is not None:

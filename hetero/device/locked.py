@@ -6,7 +6,7 @@ import mmap
 import os
 import threading
 import warnings
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -31,7 +31,6 @@ class LockedMemory:
         self._place = place
         self._settle = settle
         self._wall: int | None = None  # so many bytes were refused
-        self._ends: dict[int, int] = {}  # by first address
         self._ranges: tuple[list[int], list[int]] = [], []  # first addresses and ends, ascending
         self._changing = threading.RLock()  # a finalizer may come at any time
         self._pid = os.getpid()
@@ -74,8 +73,11 @@ class LockedMemory:
                 self._refused(n_bytes, is_wall=error != ALREADY_REGISTERED)
                 return False
             self.n_bytes += n_bytes
-            self._ends[first] = end
-            self._sort()
+            starts, ends = (each.copy() for each in self._ranges)
+            at = bisect_right(starts, first)
+            starts.insert(at, first)
+            ends.insert(at, end)
+            self._ranges = starts, ends
         return True
 
     def holds(self, piece: torch.Tensor) -> bool:
@@ -92,10 +94,6 @@ class LockedMemory:
             or (self._wall is not None and after >= self._wall)
         )
 
-    def _sort(self) -> None:
-        starts = sorted(self._ends)
-        self._ranges = starts, [self._ends[first] for first in starts]
-
     def _unlock(self, first: int, mapping: mmap.mmap | None) -> None:
         """Undo a registration, unless this is a child, which has none."""
         if self._pid != os.getpid():
@@ -104,8 +102,10 @@ class LockedMemory:
         with self._changing:
             with torch.cuda.device(self._place):
                 torch.cuda.cudart().cudaHostUnregister(first)
-            self.n_bytes -= self._ends.pop(first) - first
-            self._sort()
+            starts, ends = (each.copy() for each in self._ranges)
+            at = bisect_left(starts, first)
+            self.n_bytes -= ends.pop(at) - starts.pop(at)
+            self._ranges = starts, ends
         if mapping is not None:
             let_in(mapping)
 

@@ -138,6 +138,14 @@ def counts(place: torch.device) -> Allocated:
     return Allocated(held["current"], held["peak"], reserved["current"])
 
 
+def counts_memory(place: torch.device) -> bool:
+    """Whether the allocator of a CUDA device, on which a tensor is, counts its bytes."""
+    try:
+        return counts(place).now_bytes > 0
+    except RuntimeError:  # an allocator of a program's own
+        return False
+
+
 class Fragments(NamedTuple):
     """How a CUDA device's memory is cut, as torch's allocator tells, in bytes."""
 

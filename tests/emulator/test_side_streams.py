@@ -75,6 +75,30 @@ def apart(side: Side) -> None:
         side.close_step(model, optimizer, number)
 
 
+def by_a_rate_on_the_device(side: Side) -> None:
+    """Train on a stream of its own, by a learning rate that lies and changes on the device."""
+    torch.manual_seed(3)
+    cuda, other = fake.cuda(), fake.cuda().Stream()
+    rate = torch.tensor(0.1, device=fake.PLACE)
+    model, optimizer = side.prepare(
+        Units(), lambda m: torch.optim.SGD(m.parameters(), lr=rate, foreach=False)
+    )
+    other.wait_stream(cuda.current_stream())
+    with cuda.stream(other):
+        for number in range(4):
+            generator = torch.Generator().manual_seed(number)
+            model(
+                torch.randn(3, WIDTH, generator=generator).to(fake.PLACE)
+            ).square().sum().backward()
+            side.close_step(model, optimizer, number)
+            rate.mul_(0.5)
+    cuda.current_stream().wait_stream(other)
+
+
+def test_settings_on_the_device_are_those_of_their_step(watched: None) -> None:
+    check_smallest(by_a_rate_on_the_device, activations="keep")
+
+
 @pytest.mark.parametrize("activations", ["keep", "offload"])
 @pytest.mark.parametrize("homes_on_hbm", [False, None])
 @pytest.mark.parametrize("program", [units, apart], ids=lambda f: f.__name__)

@@ -206,13 +206,16 @@ def large(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def frozen(group: Group) -> Group:
-    """Return settings as they are now: tensors among them are changed in place by schedulers."""
+    """Return settings as they are now: tensors among them are changed in place by schedulers. Those
+    on a device come to RAM, where threads that update read them in no order with compute."""
     return {key: _frozen(value) for key, value in group.items() if key != "params"}
 
 
 def _frozen(value: Any) -> Any:
     if isinstance(value, (tuple, list)):
         return type(value)(_frozen(v) for v in value)
+    if isinstance(value, torch.Tensor) and value.device.type not in ("cpu", "meta"):
+        return value.cpu()
     return copied(value)
 
 
