@@ -398,6 +398,33 @@ def test_a_dropped_model_is_freed_whose_units_list_their_parameters() -> None:
     assert [ref() for ref in refs] == [None] * 3
 
 
+class OnCpu(nn.Linear):
+    """Saves by torch's own hooks, which hand on what is in RAM as it is."""
+
+    def forward(self, x: Tensor) -> Any:
+        with torch.autograd.graph.save_on_cpu():
+            return torch.tanh(super().forward(x))
+
+
+def test_a_dropped_model_is_freed_whose_units_were_tried_under_hooks() -> None:
+    """No backward frees what the graph of a trial has saved."""
+
+    def scope() -> list[Any]:
+        model = nn.Sequential(*(nn.Sequential(OnCpu(48, 48)) for _ in range(6)))
+        _, optimizer = hetero.prepare(model, adamw(model), hbm="200KiB", device="cpu:sim")
+        for _ in range(3):
+            model(torch.randn(4, 48)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        model.state_dict()  # waits for the updates
+        return [weakref.ref(x) for x in (model, engine_of(model), model[5][0].weight)]
+
+    refs = scope()
+    gc.collect()
+    gc.collect()
+    assert [ref() for ref in refs] == [None] * 3
+
+
 class Scores(Stack):
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:

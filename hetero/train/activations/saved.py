@@ -8,6 +8,7 @@ pair), or kept, with torch's own check against in-place changes.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
@@ -168,6 +169,15 @@ class NoViews:
         raise StateError(f"parameter {saved.param} was saved as paged, and is not")
 
 
+class Trial(threading.local):
+    """Whether this thread makes a graph that nothing differentiates."""
+
+    is_on = False
+
+
+_trial = Trial()
+
+
 class SavedTensors:
     """Pushes and pops our pair of hooks around code that differentiates parameters."""
 
@@ -197,15 +207,16 @@ class SavedTensors:
     @contextmanager
     def watched(self, digests: Digests | None, again: Again | None = None) -> Iterator[None]:
         """Let a block's saved tensors pass through our pair; ``digests`` records them."""
-        before = self.digests, self.again
+        before = self.digests, self.again, _trial.is_on
         self.digests, self.again = digests, again
+        _trial.is_on = digests is not None and not digests.keeps
         pushed = self.push_where_differentiated()
         try:
             yield
         finally:
             if pushed:
                 self.pop()
-            self.digests, self.again = before
+            self.digests, self.again, _trial.is_on = before
 
     def pack(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
         """Return tensors packed as a graph keeps them: they may go down."""
@@ -294,7 +305,8 @@ def _for_aliases(enter: Callable[[Any], None]) -> Callable[[Any], None]:
     """Hand the user's own saved-tensor hooks an alias of a paged parameter, not the parameter.
 
     A pack hook may keep its argument, and the parameter is a placeholder by the time it is
-    unpacked. The alias keeps its frame as a lease.
+    unpacked. The alias keeps its frame as a lease. A graph of a trial keeps nothing: what a node
+    has saved of its own output would keep both alive, and backward never comes to free it.
     """
 
     def guarded(self: Any) -> None:
@@ -303,7 +315,8 @@ def _for_aliases(enter: Callable[[Any], None]) -> Callable[[Any], None]:
 
             def alias(tensor: torch.Tensor) -> Any:
                 paged = hasattr(type(tensor), "hetero_runtime")
-                return pack(tensor.detach() if paged else tensor)
+                packed = pack(tensor.detach() if paged else tensor)
+                return None if _trial.is_on else packed
 
             vars(alias)["hetero_guard"] = getattr(pack, "__module__", None) or "a user's"
             self.pack_hook = alias

@@ -251,7 +251,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         raise ConfigError(
-            "a prepared optimizer cannot be pickled", advice="save optimizer.state_dict()"
+            "a prepared optimizer cannot be copied or pickled", advice="save optimizer.state_dict()"
         )
 
 
