@@ -169,6 +169,21 @@ def test_what_is_copied_or_only_read_changes_no_bit(write: Write) -> None:
     same(values(plain[0]), values(ours[0]), "weights")
 
 
+@pytest.mark.parametrize("activations", ["auto", "recompute"])
+def test_what_a_state_dict_wrote_before_the_forward_is_no_write_of_the_unit(
+    activations: str,
+) -> None:
+    plain, ours = started(False), started(True, activations=activations)
+    for number in range(STEPS):
+        for model, optimizer in (plain, ours):
+            for name, value in model.state_dict().items():
+                if name.endswith("bias"):
+                    value.add_(0.01)
+            step(model, optimizer, forward(model, number, read))
+        recompute(ours[0])
+    same(values(plain[0]), values(ours[0]), "weights")
+
+
 @pytest.mark.parametrize("write", REFUSED, ids=lambda f: f.__name__)
 def test_what_is_gone_is_refused(write: Write) -> None:
     model, optimizer = started(True, activations="recompute")
@@ -176,6 +191,31 @@ def test_what_is_gone_is_refused(write: Write) -> None:
         step(model, optimizer, forward(model, number, write))
     with pytest.raises(StateError, match=r"cannot be computed again: it .* written after"):
         forward(model, FROM, write).backward()
+
+
+@pytest.mark.parametrize("write", [bias, assigned, loaded, shown, wide], ids=lambda f: f.__name__)
+def test_what_is_gone_is_refused_slice_by_slice(write: Write) -> None:
+    model, optimizer = started(True, micro_batch=4)
+    for number in range(FROM):
+        step(model, optimizer, forward(model, number, write))
+    with pytest.raises(StateError, match=r"micro_batch: unit .* written after"):
+        forward(model, FROM, write).backward()
+
+
+@pytest.mark.parametrize("write", [buffer, listed], ids=lambda f: f.__name__)
+def test_what_is_copied_changes_no_slice(write: Write) -> None:
+    runs = [started(True, micro_batch=4) for _ in range(2)]
+    for number in range(STEPS):
+        for (model, optimizer), late in zip(runs, (True, False), strict=True):
+            loss = forward(model, number, write if late else read)
+            loss.backward()
+            if not late and number >= FROM:
+                generator = torch.Generator().manual_seed(number)
+                x = torch.randn(12, WIDTH, generator=generator)
+                write(model, x, torch.zeros(12, WIDTH))
+            optimizer.step()
+            optimizer.zero_grad()
+    same(values(runs[0][0]), values(runs[1][0]), "weights")
 
 
 @pytest.mark.parametrize("write", REFUSED, ids=lambda f: f.__name__)

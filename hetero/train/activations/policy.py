@@ -336,11 +336,15 @@ class ActivationPolicies:
     ) -> Any:
         """Run a unit's forward, and note whether it writes to its inputs or parameters."""
         held = [*leaves_of((args, kwargs), is_cache), *module.parameters()]
-        before = versions(held)
-        found = self._access(index, call, args, kwargs)
-        if versions(held) != before:
-            self.proofs.wrote(index)
-        return found
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            before = versions(held)  # with what the access has taken over of a state dict
+            found = call(*args, **kwargs)
+            if versions(held) != before:
+                self.proofs.wrote(index)
+            return found
+
+        return self._access(index, watched, args, kwargs)
 
     def _access(self, index: int, call: Call, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         pushed = self._enter(index)

@@ -115,23 +115,27 @@ class Forward:
     def run(self, args: Sequence[Any], kwargs: dict[str, Any], digests: Digests | None) -> Any:
         """Make the call, and note in ``written`` whether it changes its inputs or parameters."""
         weights = [] if digests is None else list(self._module.parameters())
-        before = versions(self.distinct), versions(weights)
+        before = versions(self.distinct)
         call = self._call if digests is None else self._noted
         with self._watched(digests):
             found = theirs(self._access, call, args, kwargs)
         self._moment.close()
         _digest_outputs(found, digests, self._parts)
-        if versions(self.distinct) != before[0]:
+        if versions(self.distinct) != before:
             self.written = "writes to its inputs in place"
-        elif versions(weights) != before[1]:
-            self.written = WRITES_WEIGHTS
-        elif weights and list(map(id, self._module.parameters())) != list(map(id, weights)):
+        elif (
+            weights
+            and not self.written
+            and list(map(id, self._module.parameters())) != list(map(id, weights))
+        ):
             self.written = "makes its parameters anew in its forward"
         return found
 
     def _noted(self, *args: Any, **kwargs: Any) -> Any:
         """Make the unit's own call, and digest what no version tells of: the parameters whose
         ``data`` it asks for, before and after; of a model that stays, all of them."""
+        # the access has taken over what a state dict wrote before, which counts as writes
+        counted = versions(list(self._module.parameters()))
         before, after = digests = Digests(), Digests()
         own = {id(p): p for p in self._module.parameters()}
         weights = {key: p for key, p in own.items() if type(p) is nn.Parameter}
@@ -146,6 +150,8 @@ class Forward:
             found = self._call(*args, **kwargs)
         _digest(list(weights.values()), after, self._parts)
         self._weights = digests
+        if versions(list(self._module.parameters())) != counted:
+            self.written = WRITES_WEIGHTS
         return found
 
     def wrote_weights(self) -> bool:

@@ -28,6 +28,7 @@ from hetero.train.activations.moment import Moment
 from hetero.train.activations.reach import Reach
 from hetero.train.activations.saved import SavedTensors
 from hetero.train.activations.structure import Structure, flatten, told_apart
+from hetero.train.model.graph import versions
 
 Call = Callable[..., Any]
 Each = Callable[["Sliced"], AbstractContextManager[Iterable[int]]]
@@ -97,6 +98,7 @@ class Sliced:
         """Which outputs pass a gradient back, as `check_unit` found."""
         self.moments: dict[int, Moment] = {}
         """Of the slices whose forward ran."""
+        self._versions: list[int] = []  # of parameters, after the forward
         self.draws = False
         """Whether the unit drew random numbers in its last trial."""
         self._outputs: Structure
@@ -111,6 +113,19 @@ class Sliced:
     def others(self) -> list[Any]:
         """What the last slice gave that is no tensor."""
         return [each.value for each in self._constants if each is not None]
+
+    def note_versions(self) -> None:
+        """The forward is over: note the unit's parameters."""
+        self._versions = versions(self.found_by(0).params)
+
+    def check_unwritten(self) -> None:
+        """Raise StateError, in an access, if the program has written to what the forward read."""
+        moments = self.moments.values()
+        if versions(self.found_by(0).params) != self._versions or any(m.is_lost() for m in moments):
+            raise self.refusal(
+                "has parameters or other tensors that were written after its forward, before its"
+                " backward, which computes it again"
+            )
 
     def moment(self) -> Moment:
         """Return the state that the unit's forward would find now."""
@@ -257,6 +272,7 @@ class _Slices(torch.autograd.Function):
                 for to, output in zip(whole, outputs, strict=True):
                     to[job.rows[at]] = output
                 del outputs
+            job.note_versions()
         ctx.save_for_backward(*tensors)
         ctx.set_materialize_grads(False)
         constant = zip(whole, job.differentiable, strict=True)
@@ -275,6 +291,7 @@ class _Slices(torch.autograd.Function):
             for t, cut, need in zip(tensors, job.cut, wanted[ctx.n_params :], strict=True)
         ]
         with torch.enable_grad(), job.around(), job.each(job) as numbers:
+            job.check_unwritten()
             for at in numbers:
                 rows, moment = job.rows[at], job.found_by(at)
                 given = [
