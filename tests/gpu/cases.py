@@ -226,6 +226,70 @@ def test_masters_are_the_same_wherever_their_updates_run(precision: str, gpu: Gp
     assert len(found) == 1
 
 
+class Aside(nn.Module):
+    """Two layers, of which one runs on a stream of its own, as shared experts do."""
+
+    def __init__(self, gpu: Gpu, stream: Any) -> None:
+        super().__init__()
+        self.main, self.shared = (nn.Linear(gpu.width, gpu.width) for _ in range(2))
+        self._cuda, self._stream = gpu.cuda, stream
+
+    def forward(self, x: Tensor) -> Tensor:
+        compute = self._cuda.current_stream()
+        self._stream.wait_stream(compute)
+        with self._cuda.stream(self._stream):
+            aside = torch.tanh(self.shared(x))
+        left = torch.tanh(self.main(x))
+        compute.wait_stream(self._stream)
+        x.record_stream(self._stream), aside.record_stream(compute)
+        return torch.tanh(left + aside)  # backward reaches the weights of both parts at once
+
+
+def asides(gpu: Gpu) -> nn.Module:
+    torch.manual_seed(0)
+    stream = gpu.cuda.Stream()
+    return nn.Sequential(*(Aside(gpu, stream) for _ in range(LAYERS // 2)))
+
+
+@pytest.mark.parametrize("activations", ["keep", "offload"])
+def test_streams_of_a_model_s_own_change_no_gradient(activations: str, gpu: Gpu) -> None:
+    plain, model = asides(gpu).to(gpu.place), asides(gpu)
+    hbm = gpu.slack + gpu.layers_bytes // 2
+    with paged():
+        given = {"device": gpu.device(), "hbm": hbm, "activations": activations}
+        model, _ = hetero.prepare(model, sgd(model), **given)
+    for number in range(STEPS):
+        losses = []
+        for side in (plain, model):
+            side.zero_grad()
+            losses.append(side(batch(gpu, number)).square().mean())
+            losses[-1].backward()
+        same([losses[0]], [losses[1]], f"loss {number}")
+        same(grads(plain), grads(model), f"gradients {number}")
+    hetero.release(model)
+
+
+def test_states_of_which_a_share_passes_through_hbm_can_be_copied(gpu: Gpu) -> None:
+    """CUDA refuses to copy memory of which a part is page-locked."""
+    model = layers(gpu)
+    chunk, hbm = gpu.chunk_bytes(1024), gpu.slack + gpu.layers_bytes // 2
+    known = Config.load(device=gpu.device(), precision="bf16", chunk_bytes=chunk, hbm=hbm)
+    with paged():
+        tuning = Tuning(homes_on_hbm=False, passing=0.5)
+        model, optimizer = prepare_tuned(
+            model, torch.optim.AdamW(model.parameters(), lr=0.01), known, tuning
+        )
+    for number in range(STEPS):
+        hetero.backward(model(batch(gpu, number).bfloat16()).float().square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    assert "through HBM" in hetero.status(model).update_place
+    for param in model.parameters():
+        for state in optimizer.state[param].values():
+            assert torch.equal(state.to(gpu.place).cpu(), state.cpu())
+    hetero.release(model, optimizer)
+
+
 def test_a_lane_is_timed_with_the_copies_that_it_does_beside_the_other_lane(gpu: Gpu) -> None:
     device = gpu.device()
     up = Ends(device.arena(1 << 22).block, device.slab(1 << 22).block)
