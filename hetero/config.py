@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import os
+import platform
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -395,10 +396,11 @@ def host_limit(root: Path = Path("/")) -> HostLimit:
 
 
 def gpu_nodes_free(root: Path) -> int:
-    """Return the free bytes of memory nodes without processors, where NVIDIA's driver is: the HBM
-    of a coherent GPU, unless the driver keeps it to itself (CDMM)."""
+    """Return the free bytes of memory nodes without processors, on an ARM with NVIDIA's driver: the
+    HBM of a coherent GPU, unless the driver keeps it to itself (CDMM). Elsewhere such nodes are RAM
+    on another bus."""
     free = 0
-    if not (root / "proc/driver/nvidia").is_dir():
+    if platform.machine() != "aarch64" or not (root / "proc/driver/nvidia").is_dir():
         return free
     for node in (root / "sys/devices/system/node").glob("node[0-9]*"):
         try:

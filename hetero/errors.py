@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 
@@ -74,6 +75,13 @@ class OutOfMemory(BudgetError, RuntimeError):
     def __init__(self, message: str, *, tier: str, **known: Any) -> None:
         said = f"{tier} out of memory. {message} (a budget, not a CUDA out of memory.)"
         super().__init__(said, tier=tier, **known)
+        self.what = message
+        """Without the words that others look for."""
+
+    def __reduce__(self) -> Any:
+        known: dict[str, Any] = {"advice": self.advice, "moves": self.moves}
+        known["needed_bytes"] = self.needed_bytes
+        return partial(type(self), tier=self.tier, **known), (self.what,)
 
 
 class StateError(HeteroError, RuntimeError):

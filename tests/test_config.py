@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import platform
 import re
 from pathlib import Path
 
@@ -453,8 +454,11 @@ def node(number: int, cpus: str, free_kib: int) -> dict[str, str]:
     return {f"{place}/cpulist": f"{cpus}\n", f"{place}/meminfo": lines}
 
 
-def test_memory_of_a_coherent_gpu_is_no_ram(tmp_path: Path) -> None:
+def test_memory_of_a_coherent_gpu_is_no_ram(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On a GH200 the kernel has nodes for HBM, without processors, and counts them as free."""
+    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
     files = {**node(0, "0-71", 3000), **node(1, "", 1024), **node(2, "", 512)}
     assert gpu_nodes_free(fake_root(tmp_path / "cxl", files)) == 0  # a machine without such a GPU
     files["proc/driver/nvidia/version"] = "NVRM version"
@@ -465,6 +469,8 @@ def test_memory_of_a_coherent_gpu_is_no_ram(tmp_path: Path) -> None:
     assert before - with_gpu < 2**30  # of a machine that is in use
     huge = fake_root(root, node(1, "", 2**40))
     assert host_limit(huge).n_bytes == 0
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")  # a node of a CXL expander is RAM
+    assert gpu_nodes_free(huge) == 0
 
 
 def test_a_cgroup_file_that_cannot_be_read_is_passed_over(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""One thread at a time uses a model: another one is told, and disturbs nothing."""
+"""Two threads at once are told, and disturb nothing; one that another waits for is right."""
 
 from __future__ import annotations
 
@@ -23,6 +23,15 @@ def net() -> nn.Sequential:
     return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(6)))
 
 
+def prepared(device: str) -> tuple[Any, Any]:
+    model = net()
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    return hetero.prepare(model, optimizer, device=device, hbm="26KiB", chunk_bytes=256)
+
+
+Use = Callable[[Any, torch.Tensor], Any]
+
+
 def calls(model: Any, x: torch.Tensor) -> Any:
     with torch.no_grad():
         return model(x)
@@ -43,19 +52,16 @@ def gathers(model: Any, x: torch.Tensor) -> Any:
 
 @pytest.mark.parametrize("use", [calls, calls_a_unit, reads, gathers], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("device", ["cpu", "cpu:sim"])
-def test_a_second_thread_is_refused_while_a_forward_runs(
-    device: str, use: Callable[[Any, torch.Tensor], Any]
-) -> None:
-    plain, twin = net(), net()
+def test_a_thread_for_which_the_first_one_waits_may_use_the_model(device: str, use: Use) -> None:
+    plain = net()
     reference = torch.optim.SGD(plain.parameters(), lr=0.1)
-    optimizer: Any = torch.optim.SGD(twin.parameters(), lr=0.1)
-    model, optimizer = hetero.prepare(twin, optimizer, device=device, hbm="16KiB", chunk_bytes=256)
+    model, optimizer = prepared(device)
     x = torch.randn(3, WIDTH)
     with ThreadPoolExecutor(1) as other:
 
         def meanwhile(*_: Any) -> None:
-            with pytest.raises(StateError, match="two threads use the model"):
-                other.submit(use, model, x).result()
+            if threading.current_thread() is threading.main_thread():
+                other.submit(use, model, x).result(30)
 
         for number in range(4):
             hook = model[2][0].register_forward_hook(meanwhile)
@@ -65,15 +71,54 @@ def test_a_second_thread_is_refused_while_a_forward_runs(
                 o.zero_grad()
             hook.remove()
             same(values(plain), values(model), f"step {number}")
-        other.submit(use, model, x).result()  # the first one is done with it
+
+
+@pytest.mark.parametrize("device", ["cpu", "cpu:sim"])
+def test_two_threads_at_once_are_refused(device: str) -> None:
+    model, _ = prepared(device)
+    x, inside, go_on = torch.randn(3, WIDTH), threading.Event(), threading.Event()
+    right, first = calls(model, x), threading.get_ident()
+    with ThreadPoolExecutor(1) as other:
+        under_way: list[Any] = []
+
+        def meet(*_: Any) -> None:
+            if threading.get_ident() == first:
+                under_way.append(other.submit(calls, model, x))
+                assert inside.wait(30)
+            else:
+                inside.set()
+                assert go_on.wait(30)
+
+        hook = model[2][0].register_forward_hook(meet)
+        try:
+            with pytest.raises(StateError, match="two threads use the model"):
+                calls(model, x)
+        finally:
+            go_on.set()
+        assert torch.equal(under_way[0].result(30), right)
+        hook.remove()
+    assert torch.equal(calls(model, x), right)
+
+
+@pytest.mark.parametrize("use", [calls, calls_a_unit, reads, gathers], ids=lambda f: f.__name__)
+def test_a_thread_that_comes_during_backward_is_refused(use: Use) -> None:
+    model, _ = prepared("cpu:sim")
+    x, told = torch.randn(3, WIDTH), list[BaseException | None]()
+    with ThreadPoolExecutor(1) as other:
+
+        def meanwhile(grad: torch.Tensor) -> None:
+            told.append(other.submit(use, model, x).exception(30))
+
+        model[2][0].weight.register_hook(meanwhile)
+        model(x).square().mean().backward()
+        assert isinstance(told[0], StateError) and "two threads" in str(told[0])
+        other.submit(use, model, x).result(30)
 
 
 def test_threads_that_take_turns_train_as_one() -> None:
-    plain, twin = net(), net()
+    plain = net()
     reference = torch.optim.SGD(plain.parameters(), lr=0.1)
-    optimizer: Any = torch.optim.SGD(twin.parameters(), lr=0.1)
-    given = {"device": "cpu:sim", "hbm": "16KiB", "chunk_bytes": 256}
-    model, optimizer = hetero.prepare(twin, optimizer, **given)
+    model, optimizer = prepared("cpu:sim")
     turn = threading.Lock()
 
     def step(m: Any, o: Any) -> None:

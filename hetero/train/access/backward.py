@@ -133,6 +133,11 @@ class BackwardAccess:
         self._ending: Callable[[], Ending | None] = noop  # of the pass heard of last
         self._began = 0.0
 
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a pass through this model runs, on any thread, and has not failed."""
+        return self.task != NO_TASK and self._ending() is not None
+
     def touch(self, bucket: int) -> None:
         """Backward needs a bucket: move the access to its unit."""
         self._device.in_order()

@@ -103,22 +103,43 @@ class Runtime:
         self._entered: list[Accessed] = []  # open accesses, which nest
         self._calls: list[Phase] = []  # open calls of the whole model, which nest
         self._began = 0.0  # when the outermost call began
-        self._user = 0  # the thread that used it last
-        self._n_held = 0  # accesses that begin now, and those outside of forwards
+        self._open: list[int] = []  # threads of open calls and accesses, which nest
+        self._busy = 0  # the thread that opens or closes one now, so often:
+        self._n_busy = 0
 
     def _claim(self, task: int) -> None:
-        """Refuse a thread that comes while another one uses the model. One of backward's works for
-        the thread that waits for it."""
+        """Refuse a thread while another one uses the model. One that comes while the other waits
+        for it nests in it; one of backward's works for the thread that waits for that."""
         here = threading.get_ident()
-        if task != NO_TASK or here == self._user:
-            return
-        if self._calls or self._entered or self._n_held:
+        is_between = bool(self._open) and self._open[-1] != here and here in self._open
+        is_late = task == NO_TASK and self.backward.is_under_way and not self._open
+        if (self._n_busy and self._busy != here) or (task == NO_TASK and is_between) or is_late:
             raise StateError(
                 "two threads use the model at the same time",
                 advice="let one thread at a time call it, or read its weights: a lock around such"
                 " calls, or a queue to one thread",
             )
-        self._user = here
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """Keep other threads out while this one opens or closes a call or an access."""
+        self._claim(graph_task())
+        self._busy = threading.get_ident()
+        self._n_busy += 1
+        try:
+            yield
+        finally:
+            self._n_busy -= 1
+
+    def _opened(self) -> None:
+        self._open.append(threading.get_ident())
+
+    def _closed(self) -> None:
+        here = threading.get_ident()
+        for at in reversed(range(len(self._open))):
+            if self._open[at] == here:
+                del self._open[at]
+                return
 
     @property
     def is_running(self) -> bool:
@@ -145,13 +166,10 @@ class Runtime:
     def enter(self, unit: int) -> bool:
         """Begin a unit's forward: pin, bind, look ahead. Return whether hooks were pushed."""
         faults.refuse_transforms()
-        buckets, task = self.needs[unit], graph_task()
-        self._claim(task)
-        self._n_held += 1
-        try:
-            return self._enter(unit, buckets, task)
-        finally:
-            self._n_held -= 1
+        with self.changing():
+            pushed = self._enter(unit, self.needs[unit], graph_task())
+            self._opened()
+        return pushed
 
     def _enter(self, unit: int, buckets: tuple[int, ...], task: int) -> bool:
         if task == NO_TASK or self.backward.buckets != buckets:
@@ -179,6 +197,7 @@ class Runtime:
         return pushed
 
     def leave(self, unit: int, pushed: bool) -> None:
+        self._closed()
         if pushed:
             self.saved.pop()
         self.pages.unbind(self.needs[unit])
@@ -186,7 +205,12 @@ class Runtime:
 
     def enter_model(self) -> bool:
         """Begin a call of the whole model: choose the phase, pack tensors saved between units."""
-        self._claim(graph_task())
+        with self.changing():
+            pushed = self._enter_model()
+            self._opened()
+        return pushed
+
+    def _enter_model(self) -> bool:
         self.events.before_use()
         faults.refuse_transforms()
         self.backward.settle()
@@ -202,6 +226,7 @@ class Runtime:
         return self.saved.push_where_differentiated()
 
     def leave_model(self, output: object, *, pushed: bool) -> None:
+        self._closed()
         if not is_faking():
             n_bytes = sum(t.nbytes for t in tree_iter(output, is_leaf=is_cache) if has_memory(t))
             self.saved.footprint.output_bytes = max(self.saved.footprint.output_bytes, n_bytes)
@@ -216,18 +241,16 @@ class Runtime:
     @contextmanager
     def lend(self, buckets: Sequence[int], why: str) -> Iterator[None]:
         """Hold buckets and bind their parameters inside a block."""
-        self._claim(graph_task())
-        self._n_held += 1
-        try:
+        with self.changing():
             self.fetches.pin(buckets, why, self._spare, in_frames=True)  # they may be written
             self.pages.bind(buckets)
-            try:
-                yield
-            finally:
-                self.pages.unbind(buckets)
-                self.pages.watch(buckets)
+            self._opened()
+        try:
+            yield
         finally:
-            self._n_held -= 1
+            self._closed()
+            self.pages.unbind(buckets)
+            self.pages.watch(buckets)
 
     def call_with(
         self,
@@ -253,9 +276,10 @@ class Runtime:
 
     def quiesce(self) -> None:
         """Bring every gradient and every written parameter home (before a step or a read)."""
-        self.backward.settle()
-        self._grads.flush_pending()
-        self.pages.flush()
+        with self.changing():
+            self.backward.settle()
+            self._grads.flush_pending()
+            self.pages.flush()
 
     def _spare(self) -> int:
         computes = self._calls or self._entered or graph_task() != NO_TASK

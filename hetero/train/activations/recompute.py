@@ -81,8 +81,10 @@ class Forward:
         self.written = ""
         """How the call changed its inputs or parameters, which forbids repeating it; else ""."""
         self._weights: tuple[Digests, Digests] | None = None  # before and after the first call
-        self._given = Digests()  # of inputs in RAM, before it
+        self._in_ram: list[int] = []  # which inputs are: no version tells of what numpy writes
+        self._given = Digests()  # of those, before it
         self._versions: list[int] = []  # of parameters, after it
+        self._own: frozenset[int] = frozenset()  # their ids
         self._aliased: dict[int, tuple[Any, Digests]] = {}  # those whose ``data`` others have since
         self._wrote_data = False
         self._leaves_inputs = False  # alone, for backward
@@ -173,7 +175,8 @@ class Forward:
         """
         digests = None if conclude is None else Digests()
         self._leaves_inputs = True
-        self._given = _in_ram(self.distinct)
+        self._in_ram = [at for at, value in enumerate(self.distinct) if _is_in_ram(value)]
+        self._given = self._digested(self.distinct)
         first = [(args, kwargs)]  # popped: backward must not hold these tensors
 
         def run(*distinct: Any) -> Any:
@@ -189,6 +192,7 @@ class Forward:
                 conclude(self.written)
             raise self.refusal(f"{self.written}: what it was given is gone")
         self._versions = self._versions_now()
+        self._own = frozenset(map(id, self._moment.params))
         listen_to_aliases(self)
         self._forget_tensors()
         return found
@@ -196,12 +200,21 @@ class Forward:
     def _versions_now(self) -> list[int]:
         return [self._parts.version(param) for param in self._moment.params]
 
+    def _digested(self, distinct: Sequence[Any]) -> Digests:
+        found = Digests()
+        for at in self._in_ram:
+            found.saw(distinct[at])
+        return found
+
+    def hears_of(self, param: Any) -> bool:
+        """Whether it matters that code gets a parameter's ``data``, for the first time."""
+        return id(param) in self._own and id(param) not in self._aliased
+
     def about_to_alias(self, param: Any) -> None:
         """Code is about to get a parameter's ``data``: no version tells of writes to that."""
-        if id(param) not in self._aliased and any(param is own for own in self._moment.params):
-            before = Digests()
-            _digest([param], before, self._parts)
-            self._aliased[id(param)] = param, before
+        before = Digests()
+        _digest([param], before, self._parts)
+        self._aliased[id(param)] = param, before
 
     def _changes(self, distinct: Sequence[Any]) -> str:
         """Return what others wrote after the first call, of what it read; "" if nothing."""
@@ -209,7 +222,7 @@ class Forward:
             return "has parameters that were written after its forward, before its backward"
         if self._wrote_data:
             return "has parameters whose data was written after its forward, before its backward"
-        if self._given.difference(_in_ram(distinct)):
+        if self._given.difference(self._digested(distinct)):
             return "was given tensors that were written after its forward, or that hooks changed"
         if self._moment.is_lost():
             return "read tensors that were written after its forward, before its backward"
@@ -336,14 +349,11 @@ def _apart(value: Any, wrappers: tuple[type, ...]) -> Any:
     return value.detach().requires_grad_()
 
 
-def _in_ram(values: Sequence[Any]) -> Digests:
-    """Return digests of inputs in RAM: no version tells of what numpy writes, or ``.data``."""
-    found = Digests()
-    for value in values:
-        in_ram = type(value) is torch.Tensor and value.device.type == "cpu"
-        if in_ram and value.layout is torch.strided and value.is_contiguous():
-            found.saw(value)
-    return found
+def _is_in_ram(value: Any) -> bool:
+    """Whether an input is a tensor in RAM whose bits can be looked at in place."""
+    if type(value) is not torch.Tensor or value.device.type != "cpu" or value.is_nested:
+        return False
+    return value.layout is torch.strided and value.is_contiguous()
 
 
 def _at_once(call: Call, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

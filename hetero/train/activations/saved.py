@@ -31,6 +31,9 @@ from hetero.train.activations.proof import Digests
 from hetero.train.model.binding import without_faults
 from hetero.train.model.parts import Parted, Parts, PlainTensors
 
+Pair = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
+"""Hooks that pack and unpack what is saved."""
+
 
 class SavedView(NamedTuple):
     """A saved view of a parameter; ``offset`` counts elements from the parameter's first."""
@@ -77,7 +80,7 @@ class Pack:
     def __init__(
         self,
         owner: SavedTensors,
-        outer: tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None,
+        outer: Pair | None,
         offload: Offload | None = None,
     ) -> None:
         self._owner = owner
@@ -104,9 +107,18 @@ class Pack:
             digests.saw(tensor) if saved is None else digests.saw_view(saved)
             if not digests.keeps:
                 return None
-        if saved is not None and self._passes_by:
-            return saved
-        return self._keep(tensor, cdata, storage.nbytes())
+        if saved is not None and self.outer is not None and not self._passes_by:
+            return self._through(tensor, saved, self.outer)
+        return saved or self._keep(tensor, cdata, storage.nbytes())
+
+    def _through(self, tensor: torch.Tensor, saved: SavedView, outer: Pair) -> Any:
+        """Return what the enclosing pair makes of a view of a parameter; if it hands the view on as
+        it is, that need not stay in its frame."""
+        shown = tensor.detach()
+        packed = outer[0](shown)
+        if packed is shown:
+            return Delegated(outer[1], saved, None, None)
+        return Delegated(outer[1], packed, None, self._owner.again)
 
     def _keep(self, tensor: torch.Tensor, key: int, n_bytes: int) -> Any:
         if self.outer is None:
@@ -266,6 +278,8 @@ class SavedTensors:
         if isinstance(packed, Kept):
             return packed.get()
         if isinstance(packed, Delegated):
+            if isinstance(packed.packed, SavedView):
+                packed = packed._replace(packed=self.views.resolve(packed.packed))
             return self._delegated(packed)
         if isinstance(packed, Wrapped):
             return packed.wrap(self._unpack(packed.packed))

@@ -119,6 +119,28 @@ def settings_of(groups: Sequence[Group]) -> dict[str, str]:
     return found
 
 
+def states_of(
+    params: Iterable[tuple[str, nn.Parameter]], states: Mapping[torch.Tensor, Mapping[str, Any]]
+) -> dict[str, str]:
+    """Return what of each parameter's state every rank has for itself: which entries there are, and
+    its numbers. Of the others each rank has a share."""
+    found = {}
+    for name, param in params:
+        state = states.get(param)
+        if state:
+            entries = (said(key, state[key]) for key in sorted(state))
+            found[f"the state of {name!r}"] = ", ".join(entries)
+    return found
+
+
+def said(key: str, value: Any) -> str:
+    """Return an entry of a state, with its value if that is a number."""
+    if isinstance(value, torch.Tensor):
+        is_number = type(value) is torch.Tensor and value.dim() == 0 and value.device.type == "cpu"
+        return f"{key} {value.item()!r}" if is_number else key
+    return f"{key} {value!r}" if isinstance(value, (int, float)) else key
+
+
 def plain(value: Any) -> Any:
     """Return a setting with all its digits."""
     return value.tolist() if isinstance(value, torch.Tensor) and not value.is_meta else value

@@ -7,10 +7,9 @@ RAM or on disk.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
@@ -34,7 +33,7 @@ from hetero.train.access.early import EarlyUpdates, NoEarlyUpdates
 from hetero.train.access.expected import Visit, expected
 from hetero.train.access.runtime import Runtime
 from hetero.train.access.step_events import StepEvents
-from hetero.train.engine.alike import gradients_of, settings_of
+from hetero.train.engine.alike import gradients_of, settings_of, states_of
 from hetero.train.engine.backward_updates import BackwardUpdates
 from hetero.train.engine.broken import Broken
 from hetero.train.engine.budget import PAGES, STAYS
@@ -153,6 +152,9 @@ class Paged:
         setup, gathers = self.setup, self.setup.store.is_gathered
         self.trained.grads.check_exchanged()
         facts = {**settings_of(groups), **gradients_of(setup.named_params(), setup.parts)}
+        optimizer = self.backward_updates.optimizer
+        if optimizer is not None and setup.config.updates == "step":
+            facts.update(states_of(setup.named_params(), optimizer.known_state))
         divide = self.fitting.divide
         division = agreed_division(setup.comm, divide, setup.log, is_common=gathers, facts=facts)
         self.activations.policies.update(division.policies)
@@ -301,9 +303,11 @@ class Paged:
 
     # -- homes and frames ------------------------------------------------------------------------
 
-    def at_home(self) -> AbstractContextManager[Any]:
+    @contextmanager
+    def at_home(self) -> Iterator[None]:
         """Let a state dict read and write the homes inside."""
-        return self.runtime.state_dicts.open()
+        with self.runtime.changing(), self.runtime.state_dicts.open():
+            yield
 
     def settle(self, bucket_id: int) -> None:
         """Bring a home up to date."""

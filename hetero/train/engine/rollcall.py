@@ -49,7 +49,7 @@ def agreed_division(
         mine = Answer(divide(), None, known)
     except OutOfMemory as refused:
         error = refused
-        mine = Answer(None, (str(refused.args[0]), refused.advice, refused.needed_bytes), known)
+        mine = Answer(None, (refused.what, refused.advice, refused.needed_bytes), known)
     with standing_for(comm, log):
         rows = comm.agree(pickle.dumps(mine), "the division of HBM")
     told: list[Any] = [pickle.loads(row) for row in rows]  # from ranks of this very program

@@ -92,6 +92,13 @@ class Exchange:
                 " over ranks",
                 advice="use one backward pass for each micro-batch",
             )
+        if bucket.id not in self._addends:
+            raise StateError(
+                f"{segment.spec.name!r} was frozen when the model was prepared, and its gradients"
+                " are not summed over ranks",
+                advice="on all ranks, hetero.release the model, thaw it, and prepare it again; or"
+                " prepare it before it is frozen",
+            )
         known = self._addends[bucket.id]
         before = known.get(segment.position)
         known[segment.position] = grad if before is None else before.add_(grad)

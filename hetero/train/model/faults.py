@@ -210,8 +210,7 @@ class BoundPage(Prepared):
     def data(self) -> torch.Tensor:
         for about_to_leave in _listeners:
             about_to_leave(self)
-        for listener in list(_waiting):
-            listener.about_to_alias(self)
+        tell_of_alias(self)
         return self.hetero_runtime.alias(self)
 
     @data.setter
@@ -248,9 +247,8 @@ class UnboundPage(Prepared):
                 return func(owner.geometry(args[0]), *args[1:], **kwargs)
             if func == _set_data:
                 return owner.assign(args[0], args[1])
-            if func == _get_data:
-                for listener in list(_waiting):
-                    owner.fault(listener.about_to_alias, (args[0],), {})
+            if func == _get_data and any(each.hears_of(args[0]) for each in list(_waiting)):
+                owner.fault(tell_of_alias, (args[0],), {})
             if func == T.view_as and asks_for_node():
                 with without_faults():
                     return func(*args)
@@ -306,12 +304,21 @@ _listeners: list[Callable[[Any], None]] = []
 class AliasListener(Protocol):
     """Hears of bound parameters whose ``data`` is about to be read."""
 
+    def hears_of(self, param: Any) -> bool: ...
+
     def about_to_alias(self, param: Any) -> None: ...
 
 
 def listen_to_aliases(listener: AliasListener) -> None:
     """Tell a listener as long as it lives."""
     _waiting.add(listener)
+
+
+def tell_of_alias(param: Any) -> None:
+    """Tell listeners that code is about to get a bound parameter's ``data``."""
+    for listener in list(_waiting):
+        if listener.hears_of(param):
+            listener.about_to_alias(param)
 
 
 _waiting: weakref.WeakSet[AliasListener] = weakref.WeakSet()
