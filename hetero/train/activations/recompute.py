@@ -20,12 +20,13 @@ from hetero.errors import BudgetError, DivergenceError, HeteroError, StateError,
 from hetero.internals import in_backward
 from hetero.interrupts import theirs
 from hetero.train.activations.caches import is_cache, twin
+from hetero.train.activations.later_writes import LaterWrites, digest
 from hetero.train.activations.moment import Moment
 from hetero.train.activations.proof import Digests
 from hetero.train.activations.reach import Reach
 from hetero.train.activations.saved import SavedTensors
 from hetero.train.activations.structure import flatten, told_apart
-from hetero.train.model.faults import hearing_of_aliases, is_unbound, listen_to_aliases
+from hetero.train.model.faults import hearing_of_aliases
 from hetero.train.model.graph import versions
 from hetero.train.model.parts import Parts, PlainTensors
 
@@ -81,12 +82,7 @@ class Forward:
         self.written = ""
         """How the call changed its inputs or parameters, which forbids repeating it; else ""."""
         self._weights: tuple[Digests, Digests] | None = None  # before and after the first call
-        self._in_ram: list[int] = []  # which inputs are: no version tells of what numpy writes
-        self._given = Digests()  # of those, before it
-        self._versions: list[int] = []  # of parameters, after it
-        self._own: frozenset[int] = frozenset()  # their ids
-        self._aliased: dict[int, tuple[Any, Digests]] = {}  # those whose ``data`` others have since
-        self._wrote_data = False
+        self._later: LaterWrites | None = None  # if it is recomputed
         self._leaves_inputs = False  # alone, for backward
         tensors = enumerate(self.distinct)
         self._tensors_at = {at for at, leaf in tensors if isinstance(leaf, torch.Tensor)}
@@ -141,16 +137,16 @@ class Forward:
         before, after = digests = Digests(), Digests()
         own = {id(p): p for p in self._module.parameters()}
         weights = {key: p for key, p in own.items() if type(p) is nn.Parameter}
-        _digest(list(weights.values()), before, self._parts)
+        digest(list(weights.values()), before, self._parts)
 
         def aliased(param: Any) -> None:
             if id(param) in own and id(param) not in weights:
                 weights[id(param)] = param
-                _digest([param], before, self._parts)
+                digest([param], before, self._parts)
 
         with hearing_of_aliases(aliased):
             found = self._call(*args, **kwargs)
-        _digest(list(weights.values()), after, self._parts)
+        digest(list(weights.values()), after, self._parts)
         self._weights = digests
         if versions(list(self._module.parameters())) != counted:
             self.written = WRITES_WEIGHTS
@@ -175,14 +171,13 @@ class Forward:
         """
         digests = None if conclude is None else Digests()
         self._leaves_inputs = True
-        self._in_ram = [at for at, value in enumerate(self.distinct) if _is_in_ram(value)]
-        self._given = self._digested(self.distinct)
+        later = self._later = LaterWrites(self._moment, self._parts, self.distinct)
         first = [(args, kwargs)]  # popped: backward must not hold these tensors
 
         def run(*distinct: Any) -> Any:
             if first:
                 return self.run(*first.pop(), digests)
-            return self._verified(distinct, digests, conclude)
+            return self._verified(distinct, digests, conclude, later)
 
         early = nullcontext() if digests is None else set_checkpoint_early_stop(False)
         with early:  # a proof digests the outputs, too
@@ -191,42 +186,9 @@ class Forward:
             if conclude is not None:
                 conclude(self.written)
             raise self.refusal(f"{self.written}: what it was given is gone")
-        self._versions = self._versions_now()
-        self._own = frozenset(map(id, self._moment.params))
-        listen_to_aliases(self)
+        later.begin()
         self._forget_tensors()
         return found
-
-    def _versions_now(self) -> list[int]:
-        return [self._parts.version(param) for param in self._moment.params]
-
-    def _digested(self, distinct: Sequence[Any]) -> Digests:
-        found = Digests()
-        for at in self._in_ram:
-            found.saw(distinct[at])
-        return found
-
-    def hears_of(self, param: Any) -> bool:
-        """Whether it matters that code gets a parameter's ``data``, for the first time."""
-        return id(param) in self._own and id(param) not in self._aliased
-
-    def about_to_alias(self, param: Any) -> None:
-        """Code is about to get a parameter's ``data``: no version tells of writes to that."""
-        before = Digests()
-        _digest([param], before, self._parts)
-        self._aliased[id(param)] = param, before
-
-    def _changes(self, distinct: Sequence[Any]) -> str:
-        """Return what others wrote after the first call, of what it read; "" if nothing."""
-        if self._versions_now() != self._versions:
-            return "has parameters that were written after its forward, before its backward"
-        if self._wrote_data:
-            return "has parameters whose data was written after its forward, before its backward"
-        if self._given.difference(self._digested(distinct)):
-            return "was given tensors that were written after its forward, or that hooks changed"
-        if self._moment.is_lost():
-            return "read tensors that were written after its forward, before its backward"
-        return ""
 
     def tried(
         self,
@@ -274,18 +236,16 @@ class Forward:
             twin(self._caches[at]) if at in self._caches else given[at] for at in self._places
         ]
         args, kwargs = self._structure.build(iter(leaves))
-        call = self._compared if self._aliased else self._call
+        call = self._call if self._later is None else self._looked
         with self._moment.again(), self._watched(digests):
             found = theirs(self._access, call, args, kwargs)
         _digest_outputs(found, digests, self._parts)
         return found
 
-    def _compared(self, *args: Any, **kwargs: Any) -> Any:
-        """Make the unit's own call, after a look at parameters whose ``data`` others have."""
-        for param, before in self._aliased.values():
-            now = Digests()
-            _digest([param], now, self._parts)
-            self._wrote_data |= bool(before.difference(now))
+    def _looked(self, *args: Any, **kwargs: Any) -> Any:
+        """Make the unit's own call, after a look at what others may have written."""
+        if self._later is not None:
+            self._later.look_at_data()
         return self._call(*args, **kwargs)
 
     def _verified(
@@ -293,12 +253,13 @@ class Forward:
         distinct: Sequence[Any],
         first: Digests | None,
         conclude: Callable[[str | None], None] | None,
+        later: LaterWrites,
     ) -> Any:
         """Repeat the call; raise StateError if it saves other bits, or what it reads changed."""
         try:
             return self._repeated(distinct, first, conclude)
         finally:  # torch leaves the call once it has made all that backward needs
-            changes = self._changes(distinct)
+            changes = later.found(distinct)
             if changes:
                 self.broken(changes)
                 raise self.refusal(changes) from None
@@ -349,13 +310,6 @@ def _apart(value: Any, wrappers: tuple[type, ...]) -> Any:
     return value.detach().requires_grad_()
 
 
-def _is_in_ram(value: Any) -> bool:
-    """Whether an input is a tensor in RAM whose bits can be looked at in place."""
-    if type(value) is not torch.Tensor or value.device.type != "cpu" or value.is_nested:
-        return False
-    return value.layout is torch.strided and value.is_contiguous()
-
-
 def _at_once(call: Call, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     return call(*args, **kwargs)
 
@@ -363,13 +317,7 @@ def _at_once(call: Call, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 def _digest_outputs(found: Any, digests: Digests | None, parts: Parts) -> None:
     """Digest a call's outputs: state may show there alone."""
     if digests is not None:
-        _digest(flatten(found)[0], digests, parts)
-
-
-def _digest(values: Sequence[Any], digests: Digests, parts: Parts) -> None:
-    for value in values:
-        if isinstance(value, torch.Tensor) and not is_unbound(value):
-            digests.saw(parts.local(value))
+        digest(flatten(found)[0], digests, parts)
 
 
 class ProofTrial:
