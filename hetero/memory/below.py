@@ -21,7 +21,7 @@ from hetero.memory.codec import ENCODED_AT_ONCE, Workspace, is_finite
 from hetero.memory.extent import PinUse
 from hetero.memory.home import Home
 from hetero.memory.homecopy import HomeCopy, HomeEvents
-from hetero.memory.layout import Segment
+from hetero.memory.layout import Segment, row
 from hetero.memory.link import Link
 from hetero.memory.replica import Replica
 from hetero.memory.shown import refresh
@@ -170,15 +170,19 @@ class LocalBelow:
 
         A write would have to be the same on all ranks, and all of them would have to meet for it.
         """
-        if not home.is_shared or not home.codec.exact:
+        if not home.is_shared:
             return False
         used = replica.bucket.segments[-1].end
-        return all(
-            torch.equal(
-                self._values(replica, run.start, run.stop).view(torch.uint8), part.view(torch.uint8)
+        if not home.codec.exact:
+            values = self._values(replica, 0, used)
+            parts = ((s.offset, row(home.read(s))) for s in replica.bucket.segments)
+            pairs = ((values[at : at + part.numel()], part) for at, part in parts)
+        else:
+            pairs = (
+                (self._values(replica, run.start, run.stop), part)
+                for run, part in home.parts(0, used, PinUse.READ)
             )
-            for run, part in home.parts(0, used, PinUse.READ)
-        )
+        return all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs)
 
     def merge_writes(self, replica: Replica, copy: HomeCopy) -> None:
         """Both copies were written: copy home the segments that were not written there."""
@@ -235,8 +239,10 @@ class LocalBelow:
             )
         align, end = bucket.codec.block, bucket.segments[-1].end
         whole = -(-end // align) * align
-        for start in range(0, whole, ENCODED_AT_ONCE):
-            home.recode(start, self._values(replica, start, min(start + ENCODED_AT_ONCE, whole)))
+        with home.changes.meeting(f"the weights of {copy.unit!r}"):
+            for start in range(0, whole, ENCODED_AT_ONCE):
+                stop = min(start + ENCODED_AT_ONCE, whole)
+                home.recode(start, self._values(replica, start, stop))
         copy.note_digest()
         refresh(home)
         replica.move(CLEAN, "recode")

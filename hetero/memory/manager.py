@@ -14,8 +14,7 @@ from functools import partial
 from hetero.config import paranoid
 from hetero.device import Device
 from hetero.device.comm import ALONE_COMM, Comm
-from hetero.errors import BudgetError, ConfigError, StateError, StorageError
-from hetero.memory import shown
+from hetero.errors import BudgetError, StorageError
 from hetero.memory.arena import Arena
 from hetero.memory.athome import AtHome, AtHomeBelow, CopySpace
 from hetero.memory.below import LocalBelow, SharedBelow, Way
@@ -25,10 +24,12 @@ from hetero.memory.frame import FramePlace
 from hetero.memory.home import Home
 from hetero.memory.homecopy import HomeCopy, HomeEvents, Work
 from hetero.memory.homestore import HomeStore
+from hetero.memory.homewrites import HomeWrites
 from hetero.memory.layout import Bucket, Layout
 from hetero.memory.ledger import Ledger
 from hetero.memory.link import Link
 from hetero.memory.replica import Replica
+from hetero.memory.unsettled import Unsettled
 from hetero.types import CopyState, Kind, Tier
 
 PARAM = Kind.PARAM.value
@@ -84,12 +85,20 @@ class ChunkManager:
             )
             for bucket in layout.buckets
         ]
+        self._unsettled = Unsettled(layout)
         self._is_gathered = store.is_gathered
         make = partial(SharedBelow, comm) if self._is_gathered else LocalBelow
         self._below = make(device, link, events=events, workspace=workspace, counts=self.counts)
         self._at_home = AtHomeBelow(
             *(self.copies, self.arena, device, events, self.counts),
             space=CopySpace(store, device, growing),
+        )
+        self._home_writes = HomeWrites(
+            *(self.copies, self.replicas, self._below, events),
+            mark=device.mark,
+            flush=lambda replica, copy: self._way(replica).flush(replica, copy),
+            finish_update=self.finish_update,
+            refresh=self.refresh,
         )
 
     # -- pins ------------------------------------------------------------------------------------
@@ -110,6 +119,7 @@ class ChunkManager:
         Raises BudgetError, with nothing pinned, if they do not fit next to those that are held.
         """
         self._device.in_order()
+        self.settle(ended=False)
         try:
             held = self._hold(ids, why, in_frames=in_frames)
         except BudgetError:
@@ -140,8 +150,8 @@ class ChunkManager:
                 if copy.update is not None and bucket_id in self.replicas:
                     self.finish_update(bucket_id)
                 if copy.is_shown:
-                    self._adopt_writes(bucket_id)
-                    self._fetch_unseen_writes(bucket_id)
+                    self._home_writes.adopt(bucket_id)
+                    self._home_writes.fetch_unseen(bucket_id)
                 replica = self._there(bucket_id, in_frames=in_frames)
                 if replica is not None and replica.exposed and not replica.bucket.codec.exact:
                     self.flush_and_wait(bucket_id)  # see [Note: written codes]
@@ -177,6 +187,7 @@ class ChunkManager:
     def expose(self, bucket_id: int) -> None:
         """The user's code may write a replica from now on without a trace."""
         self._way(self.replicas[bucket_id]).expose(self.replicas[bucket_id])
+        self._unsettled.add(bucket_id)
 
     def _way(self, replica: Replica) -> Way:
         """Return what keeps a replica and its home the same."""
@@ -241,7 +252,7 @@ class ChunkManager:
 
     def evict(self, bucket_id: int, why: str = "evict") -> None:
         """Drop an unpinned replica, flushing it first if it was written or exposed."""
-        self._adopt_writes(bucket_id)
+        self._home_writes.adopt(bucket_id)
         if self.copies[bucket_id].update is not None and bucket_id in self.replicas:
             self.finish_update(bucket_id)  # its bytes could not be read back, and may be now
         replica = self.replicas.get(bucket_id)
@@ -275,21 +286,28 @@ class ChunkManager:
             return
         replica.write(start, end)
         self._way(replica).written(replica)
+        self._unsettled.add(bucket_id)
+
+    def settle(self, *, ended: bool = True) -> None:
+        """Bring home what ranks wrote alike to weights, where an access has ``ended`` or another
+        one begins; see [Note: settled writes]."""
+        for bucket_id in self._unsettled.due(self.replicas, ended=ended):
+            self.flush_and_wait(bucket_id)
 
     def flush_and_wait(self, bucket_id: int) -> None:
         """Bring the home up to date and wait until no copy reads it; the replica stays."""
         self.finish_update(bucket_id)
-        self._adopt_copies(bucket_id)
+        self._home_writes.adopt_copies(bucket_id)
         self._below.wait_reader(self.copies[bucket_id])
         replica = self.replicas.get(bucket_id)
         if replica is not None:
             self._below.wait_fetch(replica)
             if not replica.dirty:
-                self._adopt_writes(bucket_id)
+                self._home_writes.adopt(bucket_id)
             if bucket_id in self.replicas:
                 self._way(replica).flush(replica, self.copies[bucket_id])
             replica.settle()
-        self._adopt_writes(bucket_id)
+        self._home_writes.adopt(bucket_id)
 
     def discard_writes(self, bucket_id: int) -> None:
         """Undo the writes to an unpinned replica since its last flush."""
@@ -409,63 +427,7 @@ class ChunkManager:
     def adopt_home_writes(self, *, held: bool = True) -> None:
         """Take the writes to homes through state dicts. Without ``held``, take only those to copies
         no longer held, and drop these copies."""
-        for copy in self.copies:
-            if held and copy.exposed is not None and copy.update is None:
-                self._adopt_writes(copy.bucket.id)
-        for copy in self.copies:
-            self._adopt_copies(copy.bucket.id, held=held)
-
-    def _adopt_writes(self, bucket_id: int) -> None:
-        """Drop a replica whose home was written through a tensor of a state dict."""
-        self._adopt_copies(bucket_id)
-        copy = self.copies[bucket_id]
-        if copy.exposed is None:
-            return
-        self.finish_update(bucket_id)
-        if not copy.changed():
-            return
-        replica = self.replicas.get(bucket_id)
-        if replica is not None and replica.is_news:
-            self._below.merge_writes(replica, copy)
-        for segment in copy.changed():
-            self._events.written(segment)
-        self.refresh(bucket_id)
-
-    def _adopt_copies(self, bucket_id: int, *, held: bool = True) -> None:
-        """Take the writes to copies of a home (see [Note: copies that are shown])."""
-        copy = self.copies[bucket_id]
-        if not copy.home.copies or copy.update is not None:
-            return
-        written = shown.written(copy.home, held=held)
-        if not written:
-            return
-        self._events.writing(bucket_id)
-        replica = self.replicas.get(bucket_id)
-        if replica is not None and replica.is_news:
-            self._below.wait_fetch(replica)
-            self._way(replica).flush(replica, copy)  # the other segments: these are overwritten
-        try:
-            for segment in written:
-                shown.take(copy.home, segment)
-                self._events.written(segment)
-        except ConfigError as error:
-            raise StateError(str(error), advice=error.advice) from None
-        finally:
-            self.refresh(bucket_id)
-
-    def _fetch_unseen_writes(self, bucket_id: int) -> None:
-        """Fetch a replica again if a state dict shows its home, or did since the last fetch. Writes
-        by numpy or through ``.data`` move no version."""
-        copy = self.copies[bucket_id]
-        if copy.exposed is None:
-            return
-        self.finish_update(bucket_id)
-        copy.note_digest()
-        copy.hide()  # the last time, if no state dict refers to it
-        replica = self.replicas.get(bucket_id)
-        if replica is not None and replica.may_leave and not replica.is_news:
-            self._below.wait_fetch(replica)
-            self._below.fetch(replica, copy, (self._device.mark(),), "refresh")
+        self._home_writes.adopt_all(held=held)
 
     # -- size ------------------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
+from weakref import WeakMethod
 
 import torch
 from torch import nn
@@ -21,6 +22,7 @@ from hetero.train.activations.structure import leaves_of
 from hetero.train.model import faults
 from hetero.train.model.binding import without_faults
 from hetero.train.model.parts import Parts
+from hetero.train.model.watched import watched
 from hetero.train.update.masters import Scaling
 
 
@@ -54,6 +56,10 @@ class Lender(Protocol):
     ) -> Any:
         """Call a function on parameters of buckets, in an access of its own."""
 
+    @property
+    def is_running(self) -> bool:
+        """Whether the model is inside its forward or a backward pass through it."""
+
     def quiesce(self) -> None:
         """Bring every gradient and every written parameter home."""
 
@@ -63,15 +69,30 @@ class PageFaults:
 
     Args:
         scaling: of the loss, under precision="fp16".
+        is_shared: whether ranks share homes.
     """
 
     def __init__(
-        self, runtime: Lender, *, place: torch.device, scaling: Scaling | None, parts: Parts
+        self,
+        runtime: Lender,
+        *,
+        place: torch.device,
+        scaling: Scaling | None,
+        parts: Parts,
+        is_shared: bool,
     ) -> None:
         self.scaling = scaling
         self._parts = parts
         self._runtime = runtime
         self._place = place
+        self._is_shared = is_shared
+        written = WeakMethod(self.written_through_view)
+
+        def tell(storage: int) -> None:
+            if (found := written()) is not None:
+                found(storage)
+
+        self._written = tell
 
     @property
     def _pages(self) -> ParameterPages:
@@ -98,7 +119,15 @@ class PageFaults:
         found = self._runtime.call_with(buckets, func, args, kwargs)
         if any(isinstance(t, torch.Tensor) and t.requires_grad for t in tree_iter(found)):
             self._runtime.early.outside(buckets)
-        return found
+        if not self._is_shared or self._runtime.is_running:
+            return found
+        replicas = (self._pages.manager.replicas.get(bucket) for bucket in buckets)
+        return watched(found, {r.cdata: self._written for r in replicas if r is not None})
+
+    def written_through_view(self, storage: int) -> None:
+        """A view outside of an access was written: ranks bring that home here."""
+        if (replica := self._pages.manager.arena.by_storage.get(storage)) is not None:
+            self._pages.manager.flush_and_wait(replica.bucket.id)
 
     def alias(self, param: nn.Parameter) -> torch.Tensor:
         """Return ``param.data`` of a bound parameter; writes through it are not counted."""
@@ -130,6 +159,7 @@ class PageFaults:
                 )
             view.copy_(value)
             self._pages.note_write(segment)
+        self._pages.manager.settle()
         # torch would alias the two: detect later writes to `value`, and graphs that saved the
         # old bytes
         torch.autograd.graph.increment_version(param)

@@ -104,7 +104,8 @@ class ParameterPages:
         """Bring every written parameter home; bound ones stay bound."""
         if self._sources:
             self._check_sources()
-        for bucket, replica in list(self.manager.replicas.items()):
+        # in one order on all ranks, which write together
+        for bucket, replica in sorted(self.manager.replicas.items()):
             if replica.pins:
                 for position in self.binding.written(bucket):
                     self.note_write(self.layout.buckets[bucket].segments[position])

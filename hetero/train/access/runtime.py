@@ -78,7 +78,8 @@ class Runtime:
         self.events = events
         self.fetches = Fetches(manager, train=train, evaluate=evaluate, stepped=stepped)
         place = device.torch_device
-        owner = PageFaults(self, place=place, scaling=scaling, parts=parts)
+        shared = layout.is_shared
+        owner = PageFaults(self, place=place, scaling=scaling, parts=parts, is_shared=shared)
         binding = parts.bind_to(params, layout, place, owner)
         self.pages = ParameterPages(layout, manager=manager, masters=masters, binding=binding)
         self.state_dicts = StateDictView(self.pages, parts, before_write=events.before_load)
@@ -201,6 +202,7 @@ class Runtime:
         if pushed:
             self.saved.pop()
         self.pages.unbind(self.needs[unit])
+        self.pages.manager.settle()
         self.accesses.end(self._entered.pop())
 
     def enter_model(self) -> bool:
@@ -269,10 +271,12 @@ class Runtime:
                 self.fetches.follow(phase, unit, (bucket,), self._calls)
             pushed = not inside_foreign_hooks() and self.saved.push_where_differentiated()
             try:
-                return func(*args, **kwargs)
+                found = func(*args, **kwargs)
             finally:
                 if pushed:
                     self.saved.pop()
+        self.pages.manager.settle()
+        return found
 
     def quiesce(self) -> None:
         """Bring every gradient and every written parameter home (before a step or a read)."""

@@ -251,9 +251,11 @@ class Masters:
         def landed() -> None:
             with host_work():
                 self.reset_changed(bucket, start, before)
+            kept = self._home(bucket).kept
             for segment in bucket.segments:
-                # such a weight comes home as a whole, its end last
-                if start < segment.end <= end and segment.index in self._written:
+                # what this rank keeps of such a weight comes home as a whole, its end last
+                last = min(segment.end, kept.stop)
+                if start < last <= end and segment.index in self._written:
                     self.reset(segment)
                     self._written.discard(segment.index)
             self._unfinished[bucket.id] = self._outside(bucket, start, end)
