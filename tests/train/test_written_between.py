@@ -193,7 +193,7 @@ def test_what_is_gone_is_refused(write: Write) -> None:
         forward(model, FROM, write).backward()
 
 
-@pytest.mark.parametrize("write", [bias, assigned, loaded, shown, wide], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("write", REFUSED, ids=lambda f: f.__name__)
 def test_what_is_gone_is_refused_slice_by_slice(write: Write) -> None:
     model, optimizer = started(True, micro_batch=4)
     for number in range(FROM):

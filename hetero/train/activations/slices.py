@@ -24,11 +24,11 @@ from hetero.errors import StateError
 from hetero.internals import keeps_graph
 from hetero.interrupts import theirs
 from hetero.train.activations.caches import is_cache, put_together, rows_of, twin
+from hetero.train.activations.later_writes import LaterWrites
 from hetero.train.activations.moment import Moment
 from hetero.train.activations.reach import Reach
 from hetero.train.activations.saved import SavedTensors
 from hetero.train.activations.structure import Structure, flatten, told_apart
-from hetero.train.model.graph import versions
 
 Call = Callable[..., Any]
 Each = Callable[["Sliced"], AbstractContextManager[Iterable[int]]]
@@ -98,7 +98,7 @@ class Sliced:
         """Which outputs pass a gradient back, as `check_unit` found."""
         self.moments: dict[int, Moment] = {}
         """Of the slices whose forward ran."""
-        self._versions: list[int] = []  # of parameters, after the forward
+        self._later: LaterWrites | None = None
         self.draws = False
         """Whether the unit drew random numbers in its last trial."""
         self._outputs: Structure
@@ -114,18 +114,29 @@ class Sliced:
         """What the last slice gave that is no tensor."""
         return [each.value for each in self._constants if each is not None]
 
-    def note_versions(self) -> None:
-        """The forward is over: note the unit's parameters."""
-        self._versions = versions(self.found_by(0).params)
+    def moment_of(self, at: int, tensors: Sequence[torch.Tensor]) -> Moment:
+        """Return what a slice's forward finds; ``tensors``: the inputs, of the whole batch."""
+        moment = self.moments[at] = self.moment()
+        if self._later is None:
+            self._later = LaterWrites(moment, self.saved.parts, tensors)
+        return moment
 
-    def check_unwritten(self) -> None:
-        """Raise StateError, in an access, if the program has written to what the forward read."""
-        moments = self.moments.values()
-        if versions(self.found_by(0).params) != self._versions or any(m.is_lost() for m in moments):
-            raise self.refusal(
-                "has parameters or other tensors that were written after its forward, before its"
-                " backward, which computes it again"
-            )
+    def ended(self) -> None:
+        """The forward is over."""
+        if self._later is not None:
+            self._later.begin()
+
+    def check_unwritten(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Raise StateError, in an access, if others have written to what the forward read;
+        ``tensors``: its inputs, as they are now."""
+        changes = ""
+        if self._later is not None:
+            self._later.look_at_data()
+            changes = self._later.found(tensors)
+        if not changes and any(moment.is_lost() for moment in self.moments.values()):
+            changes = "may have read tensors that were written after its forward"
+        if changes:
+            raise self.refusal(f"{changes}, which computes it again")
 
     def moment(self) -> Moment:
         """Return the state that the unit's forward would find now."""
@@ -263,7 +274,7 @@ class _Slices(torch.autograd.Function):
         whole: list[torch.Tensor] = []
         with job.around(), job.each(job) as numbers:
             for at in numbers:
-                moment = job.moments[at] = job.moment()
+                moment = job.moment_of(at, tensors)
                 outputs = job.run(job.parts(tensors, job.rows[at]))
                 moment.close()
                 job.check_rows(outputs, job.rows[at])
@@ -272,7 +283,7 @@ class _Slices(torch.autograd.Function):
                 for to, output in zip(whole, outputs, strict=True):
                     to[job.rows[at]] = output
                 del outputs
-            job.note_versions()
+            job.ended()
         ctx.save_for_backward(*tensors)
         ctx.set_materialize_grads(False)
         constant = zip(whole, job.differentiable, strict=True)
@@ -291,7 +302,7 @@ class _Slices(torch.autograd.Function):
             for t, cut, need in zip(tensors, job.cut, wanted[ctx.n_params :], strict=True)
         ]
         with torch.enable_grad(), job.around(), job.each(job) as numbers:
-            job.check_unwritten()
+            job.check_unwritten(tensors)
             for at in numbers:
                 rows, moment = job.rows[at], job.found_by(at)
                 given = [
