@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from hetero.device import CudaDevice, Device, Ticket
 from hetero.device.comm import Addends, Comm, Company, Node, relay_of
-from hetero.errors import ConfigError
+from hetero.errors import ConfigError, RankLost
 from hetero.forks import Owner
 from hetero.memory.layout import Layout
 from hetero.parallel.board import CALLS, SAID_BYTES, check_calls
@@ -287,11 +287,20 @@ def new_group(rows: Teams, timeout_seconds: float) -> Any:
 
     All ranks of the process group open all of them: a name that members alone agree on
     (``use_local_synchronization``) comes again after groups were closed, and with it the addresses
-    of those, where ranks would wait for ever.
+    of those, where ranks would wait for ever. Raises RankLost if a member does not come.
     """
     allowed, mine = timedelta(seconds=timeout_seconds), dist.GroupMember.NON_GROUP_MEMBER
     for ranks in rows:
-        group = dist.new_group(list(ranks), timeout=allowed, backend="gloo")
+        try:
+            group = dist.new_group(list(ranks), timeout=allowed, backend="gloo")
+        except dist.DistError as error:
+            me = f"rank {dist.get_rank()} of {dist.get_world_size()}"
+            raise RankLost(
+                f"{me} waits for the others in hetero.prepare in vain: one did not come within"
+                f" {timeout_seconds:g} s, or has left ({str(error).partition(chr(10))[0]})",
+                advice="call hetero.prepare on every rank; raise timeout_seconds= if one may come"
+                " so much later",
+            ) from error
         mine = group if dist.get_rank() in ranks else mine
     return mine
 

@@ -453,6 +453,19 @@ def test_a_rank_that_hangs_is_lost_after_the_timeout() -> None:
     assert isinstance(second, Died)
 
 
+def comes_late(rank: int) -> None:
+    time.sleep(5.0 * rank)
+    prepared(timeout_seconds=1.0)
+
+
+def test_a_rank_that_does_not_come_to_prepare_is_lost() -> None:
+    first, second = outcomes(2, comes_late)
+
+    assert isinstance(first.error, RankLost), first.text
+    assert "in hetero.prepare in vain" in str(first.error)
+    assert isinstance(second.error, RankLost), second.text
+
+
 def test_a_launched_rank_without_a_group_does_not_train_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

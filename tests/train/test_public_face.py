@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import hetero
 from hetero.api import engine_of
 from hetero.device import SimDevice
+from hetero.train.activations.meter import LiveBytes
 from tests.equivalence.harness import adamw, same, values
 from tests.equivalence.zoo import Stack, loss_of, tokens
 
@@ -387,6 +388,21 @@ def test_a_compiled_block_trains_as_its_compiled_twin() -> None:
         sides.append(side)
     same(values(sides[0]), values(sides[1]), "compiled blocks")
     assert hetero.status(sides[1]).mode == "paged"
+
+
+def test_the_compiler_does_not_compile_how_we_count() -> None:
+    from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
+
+    torch._dynamo.reset()
+    model = Stack(layers=3)
+    for number, block in enumerate(model.blocks):
+        model.blocks[number] = torch.compile(block, backend="eager")
+    model, opt = hetero.prepare(model, adamw(model), device="cpu:sim", hbm=90_000, chunk_bytes=256)
+    for number in range(3):
+        loss_of(model, data(number)).backward()
+        opt.step()
+        opt.zero_grad()
+    assert not _debug_get_cache_entry_list(LiveBytes.__torch_dispatch__.__code__)
 
 
 def test_a_write_between_forward_and_backward_is_torchs_own_error() -> None:

@@ -32,6 +32,7 @@ from hetero.train.access.step_events import StepEvents
 from hetero.train.activations.caches import is_cache
 from hetero.train.activations.held import GraphFootprint
 from hetero.train.activations.meter import GUARDS as METERING
+from hetero.train.activations.meter import __name__ as METER
 from hetero.train.activations.saved import GUARDS as SAVING
 from hetero.train.activations.saved import SavedTensors, inside_foreign_hooks
 from hetero.train.gradients.store import GradStore
@@ -155,6 +156,7 @@ class Runtime:
     def guard(self) -> None:
         """Let torch's functions ask us first, until `close`, or until this object is gone."""
         faults.guard_compiler()
+        faults.guard_compiler(METER)  # it would compile our counting, again and again
         undo = install((*faults.GUARDS, *SAVING, *METERING))
         self.unguard = finalizer = weakref.finalize(self, undo)
         finalizer.atexit = False

@@ -339,9 +339,10 @@ def refuse_transforms() -> None:
 
 
 @functools.cache
-def guard_compiler() -> None:
-    """Make compiled functions break their graph at an unbound parameter."""
-    break_graphs_at(__name__)
+def guard_compiler(module: str = __name__) -> None:
+    """Keep the compiler from a module's code: compiled functions break their graph there, as they
+    have to at an unbound parameter."""
+    break_graphs_at(module)
 
 
 def _for_scripts(plain: Any) -> Any:
