@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from importlib import import_module
 from importlib.util import find_spec
+from operator import methodcaller
 from types import CodeType
 from typing import Any, NamedTuple
 
@@ -395,10 +396,8 @@ def passes_of(schedule: Any, rank: int) -> list[StagePass]:
     """Return the passes of a rank's step, in order; empty if the schedule does not tell."""
     orders = vars(schedule).get("pipeline_order") or {}
     actions = (each for action in filter(None, orders.get(rank, ())) for each in _parts(action))
-    found = (
-        StagePass(a.computation_type.value, a.stage_index, a.microbatch_index) for a in actions
-    )
-    return [each for each in found if each.kind in ("F", "B", "I", "W")]
+    all_ = (StagePass(a.computation_type.value, a.stage_index, a.microbatch_index) for a in actions)
+    return [each for each in all_ if each.kind in ("F", "B", "I", "W")]
 
 
 def leave_forwards(schedule: Any) -> None:
@@ -453,6 +452,10 @@ def collective_wait() -> Place:
     return Place(import_module(module), "wait_tensor")
 
 
+n_calls: Callable[[Any], int] = methodcaller("_get_sequence_number_for_group")
+"""Return how many collectives of a group this rank has begun."""
+
+
 @contextmanager
 def ring_options(*, is_balanced: bool) -> Iterator[None]:
     """Say how sequences are cut for torch's ring attention inside a block, where keys and values
@@ -479,12 +482,9 @@ WRAPPERS = (  # through which transforms of functorch take their arguments
 )
 
 
-OPT_CALLED = "_opt_called"  # which schedulers of learning rates look for
-
-
 def note_step(optimizer: torch.optim.Optimizer) -> None:
-    """Tell schedulers that an optimizer has stepped."""
-    setattr(optimizer, OPT_CALLED, True)
+    """Tell schedulers of learning rates, which look for this, that an optimizer has stepped."""
+    vars(optimizer)["_opt_called"] = True
 
 
 def install(replacements: tuple[Replacement, ...]) -> Callable[[], None]:

@@ -12,13 +12,14 @@ one that made other calls finds the rest waiting, and all of them end.
 from __future__ import annotations
 
 import functools
+import pickle
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from hetero.errors import DivergenceError, HeteroError
-from hetero.internals import Replacement, collective_wait, install
+from hetero.internals import Replacement, collective_wait, install, n_calls
 from hetero.parallel.gloo import Talks
 from hetero.parallel.limits import lower
 from hetero.train.model.parts import Parts
@@ -37,29 +38,37 @@ class TensorRanks:
     """
 
     def __init__(self, talks: Talks, n_ranks: int, groups: Iterable[Any]) -> None:
-        self.n_waits = 0
-        """For collectives, since the last step."""
         self._talks, self._n_ranks = talks, n_ranks
+        self._groups = tuple(groups)
+        self._begun = self._n_begun()
         self._uninstall = weakref.finalize(self, install(guards()))
-        limited = lower(groups, talks.waits.timeout_seconds)
+        limited = lower(self._groups, talks.waits.timeout_seconds)
         self._take_back = weakref.finalize(self, limited)
         _following.add(self)
 
-    def meet(self, settings: str) -> None:
-        """Compare what ranks of a tensor have done since the last step, and by which settings they
-        step. Raises DivergenceError on all of them."""
-        mine = f"{self.n_waits} waits for collectives, settings of groups {settings}"
-        self.n_waits = 0
-        told = self._talks.agree(mine.encode(), "a step")
+    def meet(self, facts: Mapping[str, str]) -> None:
+        """Compare what ranks of a tensor have done since the last step, and how they step now: what
+        ``facts`` say, by name. Raises DivergenceError on all of them.
+
+        Collectives count as they are begun: whether a rank waits for a result is its own matter.
+        """
+        before, self._begun = self._begun, self._n_begun()
+        mine = {"collectives begun": str(self._begun - before), **facts}
+        told = self._talks.agree(pickle.dumps(mine), "a step")
         first = self._talks.rank // self._n_ranks * self._n_ranks
-        rows = [row.decode() for row in told[first : first + self._n_ranks]]
-        if len(set(rows)) > 1:
-            said = "; ".join(f"rank {first + n}: {row}" for n, row in enumerate(rows))
-            raise DivergenceError(
-                f"ranks of a tensor come to a step in different ways ({said})",
-                advice="give them the same batches, passes and settings, and let all go the same"
-                " way through the model",
-            )
+        rows = [pickle.loads(row) for row in told[first : first + self._n_ranks]]
+        for name in mine:
+            found = [row[name] for row in rows]
+            if len(set(found)) > 1:
+                said = "; ".join(f"rank {first + n}: {each}" for n, each in enumerate(found))
+                raise DivergenceError(
+                    f"ranks of a tensor come to a step in different ways ({name}: {said})",
+                    advice="give them the same batches, passes and settings, let all go the same"
+                    " way through the model, and change weights and gradients alike",
+                )
+
+    def _n_begun(self) -> int:
+        return sum(map(n_calls, self._groups))
 
     def ask_why(self, error: RuntimeError, began: float) -> None:
         """Raise RankLost if a rank has left, or did not answer within the group's time limit."""
@@ -76,7 +85,7 @@ class TensorRanks:
 class NoTensors:
     """No rank has a part of another one's tensor."""
 
-    def meet(self, settings: str) -> None: ...
+    def meet(self, facts: Mapping[str, str]) -> None: ...
 
     def close(self) -> None: ...
 
@@ -99,8 +108,6 @@ def _asking(wait: Callable[[Any], Any]) -> Callable[[Any], Any]:
     @functools.wraps(wait)
     def waited(tensor: Any) -> Any:
         began = time.monotonic()
-        for ranks in _following:
-            ranks.n_waits += 1
         try:
             return wait(tensor)
         except RuntimeError as error:

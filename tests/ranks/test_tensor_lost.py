@@ -11,6 +11,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed._functional_collectives as collectives
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 import hetero
 from hetero.errors import DivergenceError, RankLost
@@ -137,6 +144,58 @@ def goes_another_way(rank: int, way: str, style: str) -> None:
             loss_of(model, run, 7)
     train(model, optimizer, run, first=1)
     train(model, optimizer, run, first=2)
+
+
+def changes_alone(rank: int, way: str, hbm: int | None) -> None:
+    """Make a step, and a second one before which one rank changes what both have."""
+    run = TensorRun("sequence", steps=1)
+    model, plain = built(run)
+    given = {**TIGHT, **({} if hbm else {"hbm": None, "device": "cpu"})}
+    model, optimizer = hetero.prepare(model, plain, **{**given, "timeout_seconds": 20.0})
+    train(model, optimizer, run)
+    if way == "write" and rank:
+        with torch.no_grad():
+            model.norm.weight.mul_(0.5)
+    with around(run):
+        loss_of(model, run, 1).backward()
+    if way == "clip":
+        optimizer.clip_grad_norm_(0.5 if rank else 0.25)
+    elif way == "order":
+        optimizer.clip_grad_norm_(0.5, 1.0 + rank)
+    elif way == "gradient" and rank:
+        model.norm.weight.grad = None
+    optimizer.step()
+
+
+@pytest.mark.parametrize("hbm", [TIGHT["hbm"], None], ids=["paged", "fits"])
+@pytest.mark.parametrize("way", ["write", "clip", "order", "gradient"])
+def test_what_one_rank_of_a_tensor_changes_is_an_error_on_all(way: str, hbm: int | None) -> None:
+    for each in outcomes(2, changes_alone, way, hbm):
+        assert isinstance(each, Died)
+        assert "come to a step in different ways" in str(each.error), each.text
+
+
+def reads_alone(rank: int) -> None:
+    """One rank reads the result of a collective, for which torch waits only then."""
+    torch.manual_seed(0)
+    net: Any = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 5))
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    parallelize_module(net, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    plain = torch.optim.AdamW(net.parameters())
+    model, optimizer = hetero.prepare(
+        net, plain, **{**TIGHT, "mesh": {"tp": 2}, "timeout_seconds": 20.0}
+    )
+    for _ in range(3):
+        model(torch.ones(8, 16)).square().mean().backward()
+        optimizer.step()
+        with torch.no_grad():
+            found = model(torch.ones(8, 16))
+        if rank == 0:
+            float(found.sum())
+
+
+def test_one_rank_alone_reads_results_of_collectives() -> None:
+    run_ranks(2, reads_alone)
 
 
 @pytest.mark.slow  # ranks wait until one is late

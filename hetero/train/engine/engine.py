@@ -45,6 +45,8 @@ class Engine:
         self.optimizer: Optimizer | None = None
         self._unsilence: Callable[[], None] = lambda: None
         self._step_began = setup.log.clock()  # when the last step ended, once there is one
+        self._clips: list[str] = []  # since the last step
+        self._n_writes = sum(map(setup.parts.version, setup.params)) if setup.parts.kinds else 0
         self._told_early = False  # whether a release was refused between backward and step
         setup.hooks.guard(setup.model, self._state_dict_access, self._check_copy)
         if setup.budget.spills:
@@ -92,8 +94,8 @@ class Engine:
         self._refuse_excess()
         self.admission.admit_all(optimizer.param_groups)
         if self.parts.kinds:
-            facts = settings_of(optimizer.param_groups)
-            self.setup.before_step(digest_of(f"{name}: {value}" for name, value in facts.items()))
+            self.setup.before_step(self._facts(optimizer))
+        self._clips.clear()
         try:
             division = self.steps.make(optimizer, self._clip)
         except BaseException:
@@ -129,6 +131,23 @@ class Engine:
                 raise error
             finally:
                 del error  # its traceback holds this frame, and the program's, with its tensors
+
+    def _facts(self, optimizer: Optimizer) -> dict[str, str]:
+        """Return what ranks that divide tensors have to have done alike since the last step."""
+        setup = self.setup
+        settings = settings_of(optimizer.param_groups)
+        grads = [i for i, p in enumerate(setup.params) if setup.parts.grad(p) is not None]
+        before, self._n_writes = self._n_writes, sum(map(setup.parts.version, setup.params))
+        return {
+            "settings of groups": digest_of(f"{name}: {value}" for name, value in settings.items()),
+            "gradients": digest_of(map(str, grads)),
+            "clips": ", ".join(self._clips) or "none",
+            "writes of weights": str(self._n_writes - before),
+        }
+
+    def note_clip(self, max_norm: float, norm_type: float) -> None:
+        """Gradients are clipped to a global norm."""
+        self._clips.append(f"to {max_norm} by norms of order {norm_type}")
 
     def _clip(self) -> None:
         most = self.setup.config.max_grad_norm

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -79,9 +79,9 @@ class Setup:
     """All ranks of a pipeline, of whose stages this one has its own; None without one."""
     norms: Norms = OWN_NORMS
     """Of the gradients of all stages."""
-    before_step: Callable[[str], None] = noop
-    """Takes a digest of the groups' settings before a step; collective, where ranks divide
-    tensors."""
+    before_step: Callable[[Mapping[str, str]], None] = noop
+    """Takes what ranks have to have done alike before a step, by name; collective, where they
+    divide tensors."""
     steps: int = 0
     stats: StepStats = field(default_factory=StepStats)
     index: dict[int, int] = field(init=False)

@@ -58,6 +58,9 @@ class StepEngine(Protocol):
     def parts(self) -> Parts:
         """What parameters have inside."""
 
+    def note_clip(self, max_norm: float, norm_type: float) -> None:
+        """Gradients are clipped to a global norm."""
+
     @property
     def norms(self) -> Norms:
         """The norms of all stages' gradients."""
@@ -175,6 +178,7 @@ class Optimizer(torch.optim.Optimizer):
             return clip_grad_norm_(
                 params, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite
             )
+        self._engine.note_clip(float(max_norm), float(norm_type))
         return clip_parts_(
             *(params, parts, max_norm, norm_type),
             error_if_nonfinite=error_if_nonfinite,
