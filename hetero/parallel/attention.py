@@ -56,8 +56,12 @@ class Call(NamedTuple):
         return self.query, self.key, self.value
 
     def __str__(self) -> str:
-        query, key = (" x ".join(map(str, each.shape)) for each in (self.query, self.key))
-        return f"attention of {query} on {key}{', causal' if self.is_causal else ''}"
+        query, key, value = (" x ".join(map(str, each.shape)) for each in self.tensors)
+        dtypes = dict.fromkeys(str(each.dtype).removeprefix("torch.") for each in self.tensors)
+        facts = [f"attention of {query} on {key}", *([] if value == key else [f"values {value}"])]
+        facts += [" and ".join(dtypes), *(["causal"] if self.is_causal else [])]
+        facts += [] if self.scale is None else [f"scale {self.scale}"]
+        return ", ".join(facts)
 
     def check(self) -> None:
         """Raise ConfigError for a call that no rank can answer from parts."""

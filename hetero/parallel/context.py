@@ -111,7 +111,13 @@ class PreparedRanks:
         return self._group
 
     def meet(self, what: str) -> None:
-        self._talks.agree(b"", what)
+        rows = self._talks.agree(what.encode(), what)  # of which agree compares the beginning
+        if len(set(rows)) > 1:
+            said = "; ".join(f"rank {rank}: {row.decode()}" for rank, row in enumerate(rows))
+            raise DivergenceError(
+                f"ranks with parts of a sequence go different ways ({said})",
+                advice="give them tensors of the same shapes and dtypes, and the same settings",
+            )
 
     @contextmanager
     def running(self, what: str) -> Iterator[None]:
@@ -304,7 +310,8 @@ def context_parallel(
     with ExitStack() as stack:
         plain = getattr(F, ATTENTION)  # before torch replaces it
         stack.enter_context(ring_options(is_balanced=how == ZIGZAG))
-        stack.enter_context(cut(mesh, buffers, buffer_seq_dims, no_restore_buffers))
+        dims = [d % b.dim() for b, d in zip(buffers, buffer_seq_dims, strict=True)]  # as torch asks
+        stack.enter_context(cut(mesh, buffers, dims, no_restore_buffers))
         if mesh.size() == 1:
             stack.enter_context(replaced(ATTENTION, lambda _: plain))
         elif how == ULYSSES:
@@ -328,6 +335,12 @@ def lengths_of(buffers: Sequence[torch.Tensor], dims: Sequence[int]) -> list[int
             f"{len(buffers)} buffers, and buffer_seq_dims= of {len(dims)}",
             advice="give the dimension of positions of each buffer",
         )
+    for number, (buffer, dim) in enumerate(zip(buffers, dims, strict=True)):
+        if not -buffer.dim() <= dim < buffer.dim():
+            raise ConfigError(
+                f"buffer {number}, of {list(buffer.shape)}, has no dimension {dim}",
+                advice="give the dimension of positions of each buffer",
+            )
     for number, buffer in enumerate(buffers):
         own = buffer.is_contiguous() and buffer.untyped_storage().nbytes() == buffer.nbytes
         if not own or buffer.requires_grad:

@@ -145,13 +145,19 @@ class News:
             advice=ADVICE[left.how].format(left.rank),
         )
 
+    def _seen_from_here(self, other: int, left: Left) -> Left:
+        """Return what another rank said; one that lost this rank waited for it in another call."""
+        if left.how is Parting.SILENT and left.rank == self.rank:
+            return Left(Parting.SILENT, other, "waited for this rank in another call, in vain")
+        return left
+
     def _heard(self) -> Iterator[tuple[int, Left]]:
         """Yield what ranks have said."""
         if self._rows[:, 0].any():
             for other in self._others:
                 left = unpacked(self._rows[other].tobytes())
                 if left is not None:
-                    yield other, left
+                    yield other, self._seen_from_here(other, left)
 
     def _is_closed(self, other: int) -> bool:
         """Whether the connection to a rank is: only a send shows it."""

@@ -275,6 +275,10 @@ def refusals(is_prepared: bool) -> Iterator[tuple[type[HeteroError], str, Callab
         with context_parallel(mesh, how):
             F.scaled_dot_product_attention(*tensors, **options)
 
+    def over(dim: int) -> None:
+        with context_parallel(mesh, buffers=[torch.zeros(1, 16)], buffer_seq_dims=[dim]):
+            raise AssertionError("inside")
+
     def view() -> None:
         words = torch.zeros(2, 17)
         with context_parallel(mesh, buffers=[words[:, 1:]], buffer_seq_dims=[1]):
@@ -287,6 +291,7 @@ def refusals(is_prepared: bool) -> Iterator[tuple[type[HeteroError], str, Callab
     yield ConfigError, "15 positions, and how='ring' cuts them in 2", lambda: block(15, "ring")
     yield ConfigError, "14 positions, .* in 4", lambda: block(14, "zigzag")
     yield ConfigError, "0 positions", lambda: block(0, "ulysses")
+    yield ConfigError, "has no dimension 2", lambda: over(2)
     yield ConfigError, "buffers of 8, 16 positions", lambda: block(8, "ring", 2)
     yield ConfigError, "how='circle'", lambda: block(16, "circle")
     yield ConfigError, "is a view of other memory", view
@@ -341,6 +346,18 @@ def test_a_model_that_knows_nothing_of_parts_is_refused_in_a_block() -> None:
 # -- ranks that go different ways, and ranks that are lost -----------------------------------------
 
 
+def cuts(rank: int) -> None:
+    mesh = mesh_of(ContextRun())
+    prepared()
+    one, other = torch.arange(32).view(2, 16), torch.arange(32).view(2, 16)
+    with context_parallel(mesh, buffers=[one, other], buffer_seq_dims=[1, -1]):
+        assert one.shape == (2, 8) and torch.equal(one, other)
+
+
+def test_the_dimension_of_positions_may_count_from_the_end() -> None:
+    run_ranks(2, cuts)
+
+
 def stepped(model: Any, mesh: Any, step: int, how: str = "zigzag", rows: int = SAMPLES) -> None:
     given = [each[:rows].clone() for each in batch(ContextRun(), step, 0)]
     with context_parallel(mesh, how, buffers=given, buffer_seq_dims=[1, 1, 1]):
@@ -356,6 +373,10 @@ def ends(n_ranks: int, body: Callable[..., Any], *args: Any) -> list[HeteroError
         assert isinstance(each.error, HeteroError), each.text
         assert each.error.advice
     return [each.error for each in found]
+
+
+CALLS = ("dtype", "value", "scale")
+"""What is unlike in one call of attention."""
 
 
 def goes_another_way(rank: int, way: str) -> None:
@@ -375,6 +396,13 @@ def goes_another_way(rank: int, way: str) -> None:
         with context_parallel(mesh, "ring"):
             one = torch.randn(1, HEADS, 4 + 4 * rank, 8)
             F.scaled_dot_product_attention(one, one, one)
+    elif way in CALLS:
+        with context_parallel(mesh, "ring"):
+            dtype = torch.bfloat16 if rank and way == "dtype" else torch.float32
+            one = torch.randn(1, HEADS, 4, 8, dtype=dtype)
+            value = one[..., : 4 if rank and way == "value" else 8]
+            scale = 0.5 if rank and way == "scale" else None
+            F.scaled_dot_product_attention(one, one, value, scale=scale)
     else:  # no backward
         words, _, places = batch(ContextRun(), 1, 0)
         with context_parallel(mesh, buffers=[words, places], buffer_seq_dims=[1, 1]):
@@ -386,7 +414,7 @@ def goes_another_way(rank: int, way: str) -> None:
 
 @pytest.mark.parametrize(
     "way",
-    ["blocks", *(pytest.param(way, marks=pytest.mark.slow) for way in DIVERGENCES)],
+    ["blocks", *CALLS, *(pytest.param(way, marks=pytest.mark.slow) for way in DIVERGENCES)],
 )
 def test_ranks_of_a_sequence_that_go_different_ways_are_an_error_on_all(way: str) -> None:
     for error in ends(2, goes_another_way, way):

@@ -237,3 +237,22 @@ def following() -> Any:
 
 def test_torchs_wait_is_its_own_again_after_release() -> None:
     run_ranks(2, other_errors)
+
+
+def makes_another_call(rank: int) -> None:
+    """One rank clips, the other one steps: each waits for the other, in a call of its own."""
+    run = TensorRun("sequence", steps=1)
+    model, plain = built(run)
+    model, optimizer = hetero.prepare(model, plain, **{**TIGHT, "timeout_seconds": 2.0})
+    train(model, optimizer, run)
+    with around(run):
+        loss_of(model, run, 1).backward()
+    if rank == 0:
+        optimizer.clip_grad_norm_(0.5)
+    optimizer.step()
+
+
+def test_no_rank_blames_itself_for_a_wait_of_its_own() -> None:
+    for rank, each in enumerate(outcomes(2, makes_another_call)):
+        assert isinstance(each, Died) and isinstance(each.error, RankLost), each.text
+        assert f"in vain: rank {1 - rank} " in str(each.error)
