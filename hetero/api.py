@@ -96,7 +96,7 @@ def prepare_tuned(
 ) -> Any:
     """Carry out `prepare` with choices that change no result (tests and benchmarks)."""
     with ExitStack() as undo:
-        pipeline = open_pipeline(model, config.mesh, config.timeout_seconds)
+        pipeline = open_pipeline(model, config)
         undo.callback(pipeline.close)
         context = undo.enter_context(closing(open_context(config.mesh, config.timeout_seconds)))
         engine = _engine(model, optimizer, config, tuning or Tuning())

@@ -31,6 +31,7 @@ from hetero.parallel.waists import (
     wrap,
 )
 from hetero.plan.cut import Weight
+from hetero.train.activations.structure import flatten
 from hetero.train.model.units import has_params
 
 META = torch.device("meta")
@@ -74,6 +75,8 @@ class Anatomy:
     """Of each name, of modules after a waist, and of `LOSS`."""
     waists: Mapping[str, Waist] = field(default_factory=dict)
     """Of blocks that may be cut in two."""
+    gives_more: bool = False
+    """Whether the model's output has what blocks made apart from what they return."""
 
     def items(self) -> list[tuple[str, int]]:
         """Return what is never cut: a block (0), or its first (1) or second part (2)."""
@@ -179,6 +182,7 @@ def examine(model: nn.Module, call: Call, clock: Clock, loss: Any = None) -> Ana
         takes_ids=first is not None and not first.is_floating_point(),
         weights=weights,
         waists=look.waists,
+        gives_more=look.gives_more,
     )
 
 
@@ -266,10 +270,15 @@ def sample(model: nn.Module) -> Call:
 
 
 class Followed(DispatchMode):
-    """Follows which tensors come from some others, by their storages."""
+    """Follows which tensors come from some others, by their storages.
 
-    def __init__(self) -> None:
+    Args:
+        answers: whether code that asks for a number gets one here.
+    """
+
+    def __init__(self, *, answers: bool) -> None:
         super().__init__()
+        self._answers = answers
         self.is_asked = False
         """Whether code has asked for a number of one of them."""
         self._found: dict[int, torch.Tensor] = {}
@@ -284,7 +293,7 @@ class Followed(DispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is NUMBER:
+        if func is NUMBER and self._answers:
             self.is_asked |= self.has(args)
             return number_of(args[0])
         found = func(*args, **kwargs or {})
@@ -300,13 +309,17 @@ class Look:
     def __init__(self, model: nn.Module, chain: Sequence[str], apart: Sequence[str]) -> None:
         self.places: dict[str, Turn] = {}
         self.is_apart = False
+        self.gives_more = False
         self.waists: dict[str, Waist] = {}
         self._model = model
         self._chain = chain
         self._apart = apart
         self._n = 0  # modules of the chain that have run
         self._last: torch.Tensor | None = None
-        self._reach = Followed()
+        self._reach = Followed(answers=True)
+        self._inner = Followed(
+            answers=False
+        )  # what blocks make of what they are given, but what they return
 
     @torch.no_grad()
     def run(self, call: Call) -> None:
@@ -315,7 +328,7 @@ class Look:
         for name in self._apart:
             wrap(self._model, name, partial(self._other, name))
         self._reach.add((call.args, ()))
-        with self._reach:
+        with self._reach, self._inner:
             output = called(self._model, call)
         if self._n != len(self._chain):
             raise refuse(self._model, f"{self._chain[self._n]!r} is not called")
@@ -323,6 +336,8 @@ class Look:
             raise refuse(self._model, "its code asks for numbers of what it is given")
         if self._reach.has(result_of(output)):
             raise refuse(self._model, "what it returns takes more than what its last block returns")
+        parts = flatten(output)[0], getattr(output, "__dict__", {})
+        self.gives_more = self._inner.has(parts)
         unwrap(self._model, [*self._chain, *self._apart])
 
     def _link(self, number: int, act: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -336,6 +351,7 @@ class Look:
             raise refuse(self._model, f"{name!r} is not given what {before!r} returns")
         if self._reach.has((args[1:], kwargs)):
             raise refuse(self._model, f"{name!r} is given more than one tensor that is computed")
+        self._inner.add(args[0])
         block = self._model.get_submodule(name)
         found, waist = Narrowing(block, args[0]).run(act, args, kwargs)
         if waist is not None and number:  # nothing stands before the first block

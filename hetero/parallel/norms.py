@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from hetero.device.comm import Company
+from hetero.errors import DivergenceError
 from hetero.parallel.stages import stages_in
 from hetero.train.model.parts import Parts
 
@@ -43,7 +44,7 @@ class StageNorms:
         self._places = places_of(model, at)
 
     def everywhere(
-        self, params: Sequence[nn.Parameter], norms: Sequence[torch.Tensor]
+        self, params: Sequence[nn.Parameter], norms: Sequence[torch.Tensor], how: str
     ) -> list[torch.Tensor]:
         """Return the norms of all stages' gradients, in the order of the whole model.
 
@@ -53,13 +54,21 @@ class StageNorms:
         Args:
             params: this rank's, that have a gradient.
             norms: of these gradients.
+            how: this rank clips. Raises DivergenceError where another one does otherwise.
         """
         sent = [self._parts.sent(norm) for norm in norms]
         mine = [(self._places[id(p)], one) for p, one in zip(params, sent, strict=True)]
-        rows = self._company.agree(pickle.dumps(mine), "norms of gradients")
+        answers = self._company.agree(pickle.dumps((how, mine)), "norms of gradients")
+        ways, rows = zip(*map(pickle.loads, answers), strict=True)  # of this very program
+        if len(set(ways)) > 1:
+            said = "; ".join(f"rank {rank}: {way}" for rank, way in enumerate(ways))
+            raise DivergenceError(
+                f"ranks of a pipeline clip in different ways ({said})",
+                advice="clip by the same norm on every rank",
+            )
         n_stage = len(rows) // self._n_ranks
         like_this = rows[dist.get_rank() % n_stage :: n_stage]
-        told = [each for row in like_this for each in pickle.loads(row)]  # of this very program
+        told = [each for row in like_this for each in row]
         told.sort(key=lambda each: each[0])
         return [self._parts.taken(one, self._device) for _, one in told]
 

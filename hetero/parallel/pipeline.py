@@ -13,7 +13,7 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from hetero.config import Config
 from hetero.device.comm import Company
 from hetero.errors import ConfigError, HeteroError, StateError
 from hetero.internals import Replacement, install, passes_of, pipeline_places, stages_of
@@ -32,12 +33,15 @@ from hetero.parallel.splitting import split as split
 from hetero.parallel.ties import check_told, told
 from hetero.train.access.expected import Visit
 from hetero.train.access.hooks import after_next_forward
+from hetero.train.engine.alike import compare
 from hetero.train.gradients.clip import OWN_NORMS, Norms
 from hetero.train.model.parts import Parts
 from hetero.train.model.units import MARK, PART
 from hetero.types import Phase
 
 STAGE = "what another stage sends"
+OF_ALL_STAGES = ("precision", "max_grad_norm")
+"""Settings that the whole model has."""
 TOGETHER = (
     "prepare the stages of a rank at once: hetero.prepare(nn.ModuleList(stages), optimizer,"
     f" mesh={{'{STAGES}': n}}), with one optimizer over the parameters of all"
@@ -79,8 +83,10 @@ class Pipeline:
         self._close = weakref.finalize(self, install(guards()))
         _pipelines.add(self)
 
-    def compare(self, model: nn.Module) -> None:
-        """Refuse, on all ranks, a weight that stages of several have."""
+    def compare(self, model: nn.Module, settings: Mapping[str, str]) -> None:
+        """Refuse, on all ranks, a weight that stages of several have, and unlike settings."""
+        advice = "give all stages of a pipeline the same ones"
+        compare(self._talks, settings, "settings of stages", advice=advice)
         rows = self._talks.agree(told(model), "weights of stages")
         check_told(rows, len(rows) // self._n_ranks)
 
@@ -212,16 +218,17 @@ _running: list[Pipeline] = []
 """Whose schedules are in their steps, the innermost last."""
 
 
-def open_pipeline(model: nn.Module, mesh: Any, timeout_seconds: float) -> Pipeline | OneStage:
+def open_pipeline(model: nn.Module, config: Config) -> Pipeline | OneStage:
     """Join the ranks of a mesh that has an axis of stages; collective."""
+    mesh = config.mesh
     world = world_size()
     n_ranks = sizes_of(mesh, world)[STAGES] if mesh is not None and world else 1
     if n_ranks == 1:
         return OneStage()
-    pipeline = Pipeline(model, n_ranks, timeout_seconds)
+    pipeline = Pipeline(model, n_ranks, config.timeout_seconds)
     with ExitStack() as undo:
         undo.callback(pipeline.close)
-        pipeline.compare(model)
+        pipeline.compare(model, {f"{key}=": repr(getattr(config, key)) for key in OF_ALL_STAGES})
         undo.pop_all()
     return pipeline
 

@@ -104,6 +104,7 @@ class RankStages:
         """
         if not is_multi(self.kind):
             gpipe = replace(self, kind=kind_of("GPipe"))
+            given = {"scale_grads": False, **given}  # else eval divides gradients that wait
             return gpipe.schedule(n_micro_batches, loss_fn, **given)
         found = self.schedule(n_micro_batches, loss_fn, **given)
         leave_forwards(found)

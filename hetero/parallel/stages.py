@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hetero.errors import ConfigError
+from hetero.errors import ConfigError, StateError
 from hetero.parallel.anatomy import LOSS, Anatomy, result_of
 from hetero.parallel.waists import first_of
 from hetero.plan.cut import Weight, cut
@@ -35,6 +35,17 @@ class Handing:
 
     received: torch.Tensor | None = None
     left: torch.Tensor | None = None
+    is_trained: bool = False
+    """Whether gradients go back through the stage."""
+
+    def check(self) -> None:
+        """Raise StateError where blocks compute without a graph that the stage needs."""
+        if self.is_trained and not torch.is_grad_enabled():
+            raise StateError(
+                "a block of a stage is computed without gradients, and those of other stages would"
+                " end there: by torch.utils.checkpoint with use_reentrant=True, or torch.no_grad",
+                advice="checkpoint with use_reentrant=False, or freeze what is not trained",
+            )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Handing:
         memo[id(self)] = found = Handing()
@@ -61,6 +72,7 @@ class Entering(Elsewhere):
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         assert self.passage.received is not None
+        self.passage.check()
         return self.passage.received
 
 
@@ -69,6 +81,7 @@ class HandingOn(Elsewhere):
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if self.passage.received is not None:  # else a part of a block is computed again
+            self.passage.check()
             self.passage.left = x
         return like(x)
 
@@ -123,6 +136,7 @@ class ModelStage(nn.Module):
         self.is_first, self.is_last = own.start == 0, own.has_after
         self.takes_ids = anatomy.takes_ids
         self.call = dict(call)
+        self._gives_more = self.is_last and anatomy.gives_more
         named = model.named_parameters(remove_duplicate=False)
         places = {name: at for at, (name, _) in enumerate(named)}
         self.model = carved(model, self._stand_ins(model, anatomy, own))
@@ -166,12 +180,21 @@ class ModelStage(nn.Module):
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         passage = self.passage
         passage.received, given = x, x
+        trained = x.requires_grad or any(param.requires_grad for param in self.parameters())
+        passage.is_trained = trained and torch.is_grad_enabled()
         if self.labels is not None and not self.is_last:
             kwargs.pop(self.labels, None)
         if not self.is_first and self.takes_ids:
             given = torch.zeros(x.shape[:-1], dtype=torch.long, device=x.device)
         try:
             output = self.model(given, *args, **self.call, **kwargs)
+            if self._gives_more and getattr(output, "loss", None) is not None:
+                raise ConfigError(
+                    "the model's own loss may take what blocks of other stages make apart from"
+                    " what they return (router logits, hidden states)",
+                    advice="give the schedule a loss of the logits, and the stages no labels; or"
+                    " turn such outputs off (output_router_logits=False)",
+                )
             found = result_of(output) if self.is_last else passage.left
         finally:
             passage.received = passage.left = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,10 +12,11 @@ import torch
 from torch import nn
 from torch.distributed.pipelining import ScheduleZBVZeroBubble
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import hetero
-from hetero.errors import ConfigError
+from hetero.errors import ConfigError, StateError
 from hetero.parallel.anatomy import Call, Products, examine, result_of
 from hetero.parallel.splitting import RankStages, call_of, kind_of, ranks_of, sample_of, split
 from hetero.parallel.stages import Cut, ModelStage, cut_model
@@ -375,6 +377,61 @@ def test_a_model_that_is_no_chain_is_refused_by_what_it_does(what: str) -> None:
     assert "prepare those of a rank" in error.value.advice
 
 
+class Reentrant(Chained):
+    """A chain whose blocks are computed again from their inputs, by torch's older way."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=True)
+        out: torch.Tensor = self.head(x)
+        return out
+
+
+@pytest.mark.parametrize("n_stages", [2, 3])
+def test_blocks_that_leave_no_graph_are_refused(n_stages: int) -> None:
+    """Gradients would end where a checkpointed block is cut, and most weights stay as they are."""
+    ids = torch.zeros(2, 4, dtype=torch.long)
+    model = Reentrant()
+    _, stages = all_stages(model, n_stages, ids)
+
+    with pytest.raises(StateError, match="use_reentrant=True"):
+        in_order(stages, ids)
+    with torch.no_grad():
+        assert torch.equal(in_order(stages, ids), model(ids))
+
+
+class Sums(nn.Linear):
+    """A block that leaves a number for the model's loss."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.apart = x.square().sum()
+        return super().forward(x)
+
+
+class LossOfBlocks(Chained):
+    """A chain whose own loss takes what its blocks make apart from what they return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Sums(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor | None = None) -> SimpleNamespace:
+        logits = super().forward(ids)
+        apart = sum(block.apart for block in self.blocks if hasattr(block, "apart"))
+        loss = None if labels is None else loss_of(logits, labels) + apart
+        return SimpleNamespace(logits=logits, apart=(apart,), loss=loss)
+
+
+def test_a_loss_of_what_blocks_make_apart_is_refused() -> None:
+    ids = torch.zeros(2, 4, dtype=torch.long)
+    _, stages = all_stages(LossOfBlocks(), 3, ids)
+
+    in_order(stages, ids)  # without labels, a schedule's loss takes logits
+    with pytest.raises(ConfigError, match="apart from what they return"):
+        in_order(stages, ids, labels=ids)
+
+
 def test_the_model_that_is_spoilt_is_a_chain() -> None:
     ids = torch.zeros(2, 4, dtype=torch.long)
     model = Chained()
@@ -461,6 +518,26 @@ def check(n_ranks: int, kind: str, name: Any, least: int = 3, **settings: Any) -
         assert evictions >= least
         seen |= mine.keys()
     assert seen == theirs.keys()
+
+
+def evaluates_between(rank: int, name: str) -> bool:
+    """Evaluate while gradients wait for the step; return whether they are as they were."""
+    found = scheduled(made("gpt"), 2, name, words(0)[:1])
+    optimizer = torch.optim.AdamW(found.stages.parameters(), lr=1e-2)
+    given = {**SETTINGS, "mesh": {"pp": 2}, "hbm": 2 * HBM}
+    stages, optimizer = hetero.prepare(found.stages, optimizer, **given)
+    stepped(found, found.schedule(MICRO_BATCHES, loss_of), words(0))
+    before = [param.grad.clone() for param in stages.parameters()]
+    with torch.no_grad():
+        evaluation, ids = found.evaluation(MICRO_BATCHES, loss_of), words(1)
+        evaluation.eval(*[ids] * found.is_first, **({"target": ids} if found.is_last else {}))
+    after = [param.grad.clone() for param in stages.parameters()]
+    return all(map(torch.equal, before, after))
+
+
+@pytest.mark.parametrize("name", ["1F1B", "Interleaved1F1B"])
+def test_an_evaluation_leaves_gradients_alone(name: str) -> None:
+    assert all(run_ranks(2, evaluates_between, name))
 
 
 @pytest.mark.campaign(seconds=5)

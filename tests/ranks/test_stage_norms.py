@@ -14,12 +14,12 @@ from torch.distributed.tensor import DTensor
 
 import hetero
 from hetero.api import engine_of
-from hetero.errors import RankLost
+from hetero.errors import DivergenceError, RankLost
 from hetero.parallel.anatomy import result_of
 from hetero.parallel.splitting import call_of, split
 from hetero.parallel.tensor import parallelize
 from hetero.recipes.gpt import GPT, GPTConfig
-from hetero.testing.ranks import outcomes, run_ranks
+from hetero.testing.ranks import Died, outcomes, run_ranks
 from tests.ranks.tensor_models import torch_clip
 from tests.ranks.test_split import LENGTH, SETTINGS, WORDS, in_whole, loss_of, made, stepped
 
@@ -110,7 +110,7 @@ def told_in_order(rank: int) -> list[int]:
     stages = hetero.prepare(found.stages, **{**SETTINGS, "hbm": 300 * 1024, "mesh": {"pp": 2}})
     mine = {p: places[s.in_whole(n)] for s in stages for n, p in s.named_parameters()}
     told = [torch.tensor(float(at)) for at in mine.values()]
-    norms = engine_of(stages).norms.everywhere(list(mine), told)
+    norms = engine_of(stages).norms.everywhere(list(mine), told, "alike")
     return [int(each) for each in norms]
 
 
@@ -254,3 +254,21 @@ def test_divided_tensors_of_stages_are_clipped_as_those_of_the_model() -> None:
         values, told = theirs[rank % 2]
         assert norms == told
         assert all(torch.equal(value, values[name]) for name, value in mine.items())
+
+
+def clips_alone(rank: int, how: str) -> None:
+    """Clip otherwise than the other rank does."""
+    found = split(model_of("gpt"), {"pp": 2}, "1F1B", batch=words(0, 0)[:1])
+    settings = {**SETTINGS, "hbm": 300 * 1024, "mesh": {"pp": 2}}
+    if how == "settings":
+        settings["max_grad_norm"] = MOST * (1 + rank)
+    _, optimizer = hetero.prepare(found.stages, optimizer_of(found.stages), **settings)
+    stepped(found, found.schedule(MICRO_BATCHES, loss_of), words(0, 0))
+    optimizer.clip_grad_norm_(MOST * (1 + rank * (how == "limits")), 1.0 + rank * (how == "orders"))
+
+
+@pytest.mark.parametrize("how", ["settings", "limits", "orders"])
+def test_ranks_that_clip_in_different_ways_are_all_told(how: str) -> None:
+    for each in outcomes(2, clips_alone, how):
+        assert isinstance(each, Died) and isinstance(each.error, DivergenceError), each.text
+        assert ("max_grad_norm" if how == "settings" else "clip in different") in str(each.error)

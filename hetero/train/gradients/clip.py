@@ -17,16 +17,17 @@ class Norms(Protocol):
     """The norms of a model's gradients, some of which other ranks may have."""
 
     def everywhere(
-        self, params: Sequence[nn.Parameter], norms: Sequence[torch.Tensor]
+        self, params: Sequence[nn.Parameter], norms: Sequence[torch.Tensor], how: str
     ) -> Sequence[torch.Tensor]:
-        """Return the norms of all gradients, given those of this rank's. Collective."""
+        """Return the norms of all gradients, given those of this rank's, and ``how`` it clips.
+        Collective."""
 
 
 class OwnNorms:
     """This rank has all of the model's gradients."""
 
     def everywhere(
-        self, params: Sequence[nn.Parameter], norms: Sequence[torch.Tensor]
+        self, params: Sequence[nn.Parameter], norms: Sequence[torch.Tensor], how: str
     ) -> Sequence[torch.Tensor]:
         return norms
 
@@ -77,8 +78,8 @@ def clip_parts_(
     """
     found, ord = [param for param in params if parts.grad(param) is not None], float(norm_type)
     with torch.no_grad():
-        own = parts.norms(found, ord, whole)
-        total = parts.total(norms.everywhere(found, own), ord)
+        own, how = parts.norms(found, ord, whole), f"to {float(max_norm)} by norms of order {ord}"
+        total = parts.total(norms.everywhere(found, own, how), ord)
     if error_if_nonfinite and not bool(total.isfinite()):
         raise RuntimeError(
             f"the total norm of order {norm_type} of the gradients is {float(total)}, so they"
