@@ -14,7 +14,18 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hetero.errors import ConfigError
 from hetero.internals import leave_forwards
-from hetero.parallel.anatomy import Call, Clock, Products, examine, sample
+from hetero.parallel.anatomy import (
+    Anatomy,
+    Call,
+    Clock,
+    Followed,
+    Products,
+    blank,
+    examine,
+    refuse,
+    sample,
+    without_bytes,
+)
 from hetero.parallel.mesh import STAGES, sizes_of, stage_ranks, world_size
 from hetero.parallel.stages import Cut, ModelStage, cut_model
 from hetero.parallel.ties import check_ties
@@ -159,9 +170,11 @@ def split(
     kind = kind_of(schedule)
     ranks = ranks_of(kind, n_ranks, stages_per_rank)
     bound = {**call_of(model), **(call or {})}
-    anatomy = examine(model, sample_of(model, batch, bound), clock or Products(), loss)
+    tried = sample_of(model, batch, bound)
+    anatomy = examine(model, tried, clock or Products(), loss)
     found = cut_model(anatomy, ranks, is_timed=clock is not None)
     check_ties(model, found)
+    check_runs(model, anatomy, found, tried, bound)
     mine = found.of_rank(stage_ranks(mesh, world).start // (world // n_ranks))
     return RankStages(
         cut=found,
@@ -170,6 +183,26 @@ def split(
         kind=kind,
         group=pipeline_group(mesh, world, n_ranks),
     )
+
+
+def check_runs(
+    model: nn.Module, anatomy: Anatomy, found: Cut, call: Call, bound: Mapping[str, Any]
+) -> None:
+    """Refuse a model of which a stage does not run without the modules of others: its code may ask
+    them for more than a tensor."""
+    twin, call = without_bytes(model), blank(call)
+    x, *others = call.args
+    named = {key: value for key, value in call.kwargs.items() if key not in bound}
+    with torch.no_grad(), Followed(answers=True):
+        for each in found.stages:
+            stage = ModelStage(twin, anatomy, each.own, bound)
+            try:
+                x = stage(x, *others, **named)
+            except ConfigError:
+                raise
+            except (RuntimeError, TypeError, ValueError, LookupError, AttributeError) as error:
+                what = f"stage {each.index} does not run without the others ({error})"
+                raise refuse(model, what) from error
 
 
 def refused(error: ValueError, n_micro_batches: int, n_stages: int) -> ConfigError:

@@ -432,6 +432,25 @@ def test_a_loss_of_what_blocks_make_apart_is_refused() -> None:
         in_order(stages, ids, labels=ids)
 
 
+class AsksABlock(Chained):
+    """A chain whose code looks at a tensor of a block, which another stage has."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        assert self.blocks[0].weight.shape[0] == WIDTH
+        out: torch.Tensor = super().forward(ids)
+        return out
+
+
+def asks_a_block(rank: int) -> None:
+    scheduled(AsksABlock(), 2, "1F1B", torch.zeros(1, 4, dtype=torch.long))
+
+
+def test_a_stage_that_does_not_run_alone_is_refused_when_the_model_is_cut() -> None:
+    for each in outcomes(2, asks_a_block):
+        assert isinstance(each, Died) and isinstance(each.error, ConfigError), each.text
+        assert "stage 1 does not run without the others" in str(each.error)
+
+
 def test_the_model_that_is_spoilt_is_a_chain() -> None:
     ids = torch.zeros(2, 4, dtype=torch.long)
     model = Chained()
