@@ -328,6 +328,9 @@ class DTensors:
         whole = like(now, grad).redistribute(placements=param.placements)
         return settled(whole)._local_tensor
 
+    def addend(self, param: nn.Parameter, grad: torch.Tensor) -> torch.Tensor:
+        return like(cast("DTensor", binding.get_grad(param)), grad)
+
     def norms(
         self, params: Sequence[nn.Parameter], ord: float, whole: Callable[[nn.Parameter], bool]
     ) -> list[torch.Tensor]:

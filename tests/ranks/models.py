@@ -24,6 +24,13 @@ OPTIMIZERS: Optimizers = {
     "adamw": lambda params: torch.optim.AdamW(params, lr=1e-2),
     "fused": lambda params: torch.optim.AdamW(params, lr=1e-2, fused=True),
 }
+ADDING: Optimizers = {
+    "decayed sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=0.01),
+    "nesterov": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, nesterov=True),
+    "decayed adam": lambda params: torch.optim.Adam(params, lr=1e-2, weight_decay=0.01),
+    "decayed rmsprop": lambda params: torch.optim.RMSprop(params, lr=1e-3, weight_decay=0.01),
+}
+"""Rules that begin by adding to the gradient."""
 WHOLE: Optimizers = {
     "lamb": lambda params: hetero.optim.LAMB(params, lr=1e-2),
     "lars": lambda params: hetero.optim.LARS(params, lr=1e-1),
@@ -90,7 +97,7 @@ def built(run: Run) -> tuple[Net, torch.optim.Optimizer]:
     for number in run.frozen:
         model.blocks[number].requires_grad_(False)
     trained = [param for param in model.parameters() if param.requires_grad]
-    return model, {**OPTIMIZERS, **WHOLE}[run.optimizer](trained)
+    return model, {**OPTIMIZERS, **ADDING, **WHOLE}[run.optimizer](trained)
 
 
 def loss_of(model: Net, run: Run, micro: int, rank: int) -> torch.Tensor:

@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import hetero
-from tests.ranks.models import OPTIMIZERS, WHOLE
+from tests.ranks.models import ADDING, OPTIMIZERS, WHOLE
 
 WORDS, WIDTH = 20, 16
 TIGHT = {"device": "cpu:sim", "hbm": 26_000, "chunk_bytes": 1024}
@@ -106,7 +106,7 @@ def built(run: TensorRun) -> tuple[nn.Module, torch.optim.Optimizer]:
     for number in run.frozen:
         model.blocks[number].requires_grad_(False)
     trained = [param for param in model.parameters() if param.requires_grad]
-    return model, {**OPTIMIZERS, **WHOLE}[run.optimizer](trained)
+    return model, {**OPTIMIZERS, **ADDING, **WHOLE}[run.optimizer](trained)
 
 
 def loss_of(model: nn.Module, run: TensorRun, micro: int, dp_rank: int = 0) -> torch.Tensor:

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 import hetero
 from hetero import ConfigError
 from hetero.testing.ranks import outcomes, run_ranks
-from tests.ranks.models import WHOLE
+from tests.ranks.models import ADDING, WHOLE
 from tests.ranks.tensor_models import (
     LM,
     TIGHT,
@@ -76,6 +76,20 @@ def compared(rank: int, run: TensorRun, place: str, settings: dict[str, Any]) ->
     return difference(by_parts(run, PLACES[place], **settings), by_torch(run))
 
 
+@pytest.mark.campaign(seconds=6)
+@pytest.mark.parametrize("place", ["pages", "stays", "pages, stays"])
+@pytest.mark.parametrize("style", ["sequence", "vocabulary"])
+@pytest.mark.parametrize("optimizer", list(ADDING))
+def test_what_a_rule_adds_to_addends_of_a_gradient_is_added_as_torch_does(
+    optimizer: str, style: str, place: str
+) -> None:
+    """Of a norm on parts of a sequence each rank has an addend: torch adds a part of the decayed
+    weight, or of the momentum, to each before it sums them."""
+    run = TensorRun(style, optimizer, clip=0.05)
+    for odd in run_ranks(2, compared, run, place, {}):
+        assert not odd
+
+
 @pytest.mark.campaign(seconds=3)
 @pytest.mark.parametrize("clip", [None, 0.05])
 @pytest.mark.parametrize("place", list(PLACES))
@@ -125,6 +139,13 @@ def compared_shares(rank: int, run: TensorRun) -> list[str]:
 def test_ranks_with_shares_of_parts_step_them_alike(optimizer: str) -> None:
     """They are one rank with as many micro-batches."""
     for odd in run_ranks(4, compared_shares, TensorRun("tp", optimizer, dp=2)):
+        assert not odd
+
+
+@pytest.mark.campaign(seconds=2)
+@pytest.mark.parametrize("optimizer", list(ADDING))
+def test_so_they_do_with_addends_of_a_gradient(optimizer: str) -> None:
+    for odd in run_ranks(4, compared_shares, TensorRun("sequence", optimizer, dp=2)):
         assert not odd
 
 

@@ -395,10 +395,10 @@ class GradStore:
         self.ring.finish()
         self.homes.expects_sums, self._has_added = self._has_added, False
 
-    def closed(self, indices: Sequence[int]) -> list[GradSlot]:
+    def closed(self, indices: Sequence[int], addends: Callable[[int], bool]) -> list[GradSlot]:
         """Return the gradients there are, with their bytes at home, factors pending.
 
-        The home is kept as long as the slot.
+        The home is kept as long as the slot. ``addends``: of which parameters pending sums stay so.
         """
         found = []
         for index, grad in zip(indices, self._grads(indices), strict=True):
@@ -409,7 +409,7 @@ class GradStore:
                 value = grad.slot.keep() if isinstance(grad, LazyGrad) else grad.detach()
                 slot = self._take(index, value, scaled=False)
                 self.ring.finish()
-            if self.parts.is_pending(self.params[index]):
+            if self.parts.is_pending(self.params[index]) and not addends(index):
                 slot = self._sum_parts(index, slot)
             slot.land()
             found.append(slot)

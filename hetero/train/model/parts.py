@@ -122,6 +122,9 @@ class Parts(Protocol):
     def summed(self, param: nn.Parameter, grad: torch.Tensor) -> torch.Tensor:
         """Return the parameter's part of a pending gradient, given its plain tensor. Collective."""
 
+    def addend(self, param: nn.Parameter, grad: torch.Tensor) -> torch.Tensor:
+        """Return a pending gradient as ``param.grad`` shows it, given its plain tensor."""
+
     def norms(
         self, params: Sequence[nn.Parameter], ord: float, whole: Callable[[nn.Parameter], bool]
     ) -> list[torch.Tensor]:
@@ -196,6 +199,9 @@ class PlainTensors:
         return False
 
     def summed(self, param: nn.Parameter, grad: torch.Tensor) -> torch.Tensor:
+        return grad
+
+    def addend(self, param: nn.Parameter, grad: torch.Tensor) -> torch.Tensor:
         return grad
 
     def norms(

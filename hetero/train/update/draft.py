@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import partial
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -185,10 +186,17 @@ class Drafts:
         states: defaultdict[torch.Tensor, State],
         begun: Collection[int],
     ) -> list[Ready]:
-        slots = self._grads.closed([i for i in self._indices(group) if i not in begun])
+        indices = [i for i in self._indices(group) if i not in begun]
+        slots = self._grads.closed(indices, partial(self._steps_addends, group))
         numbers = numbers_of([slot.factors for slot in slots])
         own = [states[self._params[slot.segment.index]] for slot in slots]
         return [self.states.ready(*row) for row in zip(slots, own, numbers, strict=True)]
+
+    def _steps_addends(self, group: Group, index: int) -> bool:
+        """Whether ranks step a parameter from addends of its gradient, as torch does."""
+        bucket = self._layout.buckets[self._layout.home[index][0]]
+        is_torchs = self.rule.elementwise and not bucket.has_master
+        return is_torchs and self.rule.adds_to_gradients(group)
 
     def _by_bucket(self, rows: Sequence[Ready]) -> Iterator[tuple[Bucket, list[Ready]]]:
         found: dict[int, list[Ready]] = {}
@@ -210,7 +218,7 @@ class Drafts:
             draft_formula(bench, self.formula, update, now.group, rows)
             return
         update.fresh |= fresh
-        if not self.rule.elementwise:
+        if self._grads.parts.kinds:
             rows = draft_parts(bench, update, now.group, rows, self._grads)
             if not rows:
                 return

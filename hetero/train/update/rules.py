@@ -182,6 +182,12 @@ class Rule:
         """Whether the rule does not step parameters of so many dimensions."""
         return n_dims != 2 and self.known is getattr(O, "Muon", object)
 
+    def adds_to_gradients(self, group: Group) -> bool:
+        """Whether a step begins by adding a tensor to the gradient, a decayed weight or a momentum.
+        On addends of ranks, torch adds a part of it on each, and sums then."""
+        is_apart = group.get("decoupled_weight_decay") or issubclass(self.kind, torch.optim.AdamW)
+        return bool(group.get("nesterov") or (group.get("weight_decay") and not is_apart))
+
     def may_flatten(self, group: Group, dtype: torch.dtype) -> bool:
         """Whether parameters of a group may be updated as one run, cut anywhere."""
         return self.elementwise and not group.get("fused") and dtype.itemsize >= 4

@@ -62,15 +62,18 @@ def check_placed(
 def draft_parts(
     bench: Bench, update: Update, group: Group, rows: Sequence[Ready], grads: Gradients
 ) -> list[Ready]:
-    """Add steps of parameters that are parts; return the rows of the others."""
+    """Add steps of parameters that are parts, of an elementwise rule those of which ranks have
+    addends of the gradient; return the rows of the others."""
     others = []
     for row in rows:
         param = grads.params[row.segment.index]
-        if grads.parts.inside(param) is None:
+        is_addend = grads.parts.is_pending(param)
+        if grads.parts.inside(param) is None or (bench.rule.elementwise and not is_addend):
             others.append(row)
             continue
         bench.states.needed(group, row)
-        update.together.append(WholeParts(bench, group, update.bucket, row, grads.parts, param))
+        given = bench, group, update.bucket, row, grads.parts, param, is_addend
+        update.together.append(WholeParts(*given))
     return others
 
 
@@ -81,6 +84,8 @@ class WholeParts(WholeShares):
     parts: Parts
     param: nn.Parameter
     """The user's."""
+    is_addend: bool
+    """Whether the gradient at home is this rank's addend."""
 
     @property
     def has_owner(self) -> bool:
@@ -91,7 +96,7 @@ class WholeParts(WholeShares):
         assert grad is not None
         wrap, parts = self.parts.wrapping(self.param), self.parts
         whole = wrap(param)
-        whole.grad = wrap(grad)
+        whole.grad = parts.addend(self.param, grad) if self.is_addend else wrap(grad)
         before = {k: wrap(v) if is_elementwise(k, v, shape) else v for k, v in state.items()}
         with self.bench.cores.all():
             (after,) = self.bench.rule.run(self.group, [whole], [before])
