@@ -22,6 +22,7 @@ from hetero.train.engine.alike import (
     check_alike,
     check_parts_alike,
     check_places,
+    check_stages_alike,
     share_values,
     values_of,
 )
@@ -96,8 +97,10 @@ def prepare_tuned(
 ) -> Any:
     """Carry out `prepare` with choices that change no result (tests and benchmarks)."""
     with ExitStack() as undo:
-        pipeline = open_pipeline(model, config)
+        pipeline = open_pipeline(model, config.mesh, config.timeout_seconds)
         undo.callback(pipeline.close)
+        if pipeline.company is not None:
+            check_stages_alike(pipeline.company, config)
         context = undo.enter_context(closing(open_context(config.mesh, config.timeout_seconds)))
         engine = _engine(model, optimizer, config, tuning or Tuning())
         undo.callback(engine.release)

@@ -13,7 +13,7 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hetero.config import Config
 from hetero.device.comm import Company
 from hetero.errors import ConfigError, HeteroError, StateError
 from hetero.internals import Replacement, install, passes_of, pipeline_places, stages_of
@@ -33,15 +32,12 @@ from hetero.parallel.splitting import split as split
 from hetero.parallel.ties import check_told, told
 from hetero.train.access.expected import Visit
 from hetero.train.access.hooks import after_next_forward
-from hetero.train.engine.alike import compare
 from hetero.train.gradients.clip import OWN_NORMS, Norms
 from hetero.train.model.parts import Parts
 from hetero.train.model.units import MARK, PART
 from hetero.types import Phase
 
 STAGE = "what another stage sends"
-OF_ALL_STAGES = ("precision", "max_grad_norm")
-"""Settings that the whole model has."""
 TOGETHER = (
     "prepare the stages of a rank at once: hetero.prepare(nn.ModuleList(stages), optimizer,"
     f" mesh={{'{STAGES}': n}}), with one optimizer over the parameters of all"
@@ -83,10 +79,8 @@ class Pipeline:
         self._close = weakref.finalize(self, install(guards()))
         _pipelines.add(self)
 
-    def compare(self, model: nn.Module, settings: Mapping[str, str]) -> None:
-        """Refuse, on all ranks, a weight that stages of several have, and unlike settings."""
-        advice = "give all stages of a pipeline the same ones"
-        compare(self._talks, settings, "settings of stages", advice=advice)
+    def compare(self, model: nn.Module) -> None:
+        """Refuse, on all ranks, a weight that stages of several have."""
         rows = self._talks.agree(told(model), "weights of stages")
         check_told(rows, len(rows) // self._n_ranks)
 
@@ -218,17 +212,16 @@ _running: list[Pipeline] = []
 """Whose schedules are in their steps, the innermost last."""
 
 
-def open_pipeline(model: nn.Module, config: Config) -> Pipeline | OneStage:
+def open_pipeline(model: nn.Module, mesh: Any, timeout_seconds: float) -> Pipeline | OneStage:
     """Join the ranks of a mesh that has an axis of stages; collective."""
-    mesh = config.mesh
     world = world_size()
     n_ranks = sizes_of(mesh, world)[STAGES] if mesh is not None and world else 1
     if n_ranks == 1:
         return OneStage()
-    pipeline = Pipeline(model, n_ranks, config.timeout_seconds)
+    pipeline = Pipeline(model, n_ranks, timeout_seconds)
     with ExitStack() as undo:
         undo.callback(pipeline.close)
-        pipeline.compare(model, {f"{key}=": repr(getattr(config, key)) for key in OF_ALL_STAGES})
+        pipeline.compare(model)
         undo.pop_all()
     return pipeline
 

@@ -22,6 +22,8 @@ from hetero.train.model.parts import Parts
 from hetero.train.update.rules import Group, bytes_of
 from hetero.version import __version__
 
+OF_ALL_STAGES = ("precision", "max_grad_norm")
+"""Settings that all stages of a pipeline have."""
 OWN = ("hbm", "host", "profile", "timeout_seconds")
 """Settings that ranks may have of their own."""
 
@@ -60,6 +62,13 @@ def check_parts_alike(
         advice="build the same model and optimizer on every rank of a tensor, with the same"
         " settings and placements",
     )
+
+
+def check_stages_alike(everyone: Company, config: Config) -> None:
+    """Raise DivergenceError on all ranks unless stages are prepared for the same model."""
+    settings = {f"the setting {key}=": repr(getattr(config, key)) for key in OF_ALL_STAGES}
+    advice = "give all stages of a pipeline the same settings"
+    compare(everyone, settings, "settings of stages", advice=advice)
 
 
 def compare(comm: Company, facts: Mapping[str, str], what: str, *, advice: str) -> None:
