@@ -558,6 +558,7 @@ FAULTS.append(("two", "three"))
 OLD_STATE, NEW_STATE = state_of(Net(1)), state_of(Net(2))
 
 
+@pytest.mark.campaign(seconds=2)
 @pytest.mark.parametrize("kind", PLANS)
 @pytest.mark.parametrize(("old", "new"), FAULTS)
 def test_after_any_one_failure_the_old_export_or_the_new_one_is_whole(
@@ -613,6 +614,7 @@ def test_killed_anywhere_a_directory_loads_as_one_whole_export_or_not_at_all(
     assert bool(dark) == (old != "none" and kind is NoExchange)
 
 
+@pytest.mark.campaign(seconds=1)
 @pytest.mark.parametrize("kind", PLANS)
 @pytest.mark.parametrize(("old", "new"), [("two", "two"), ("one", "two"), ("two", "one")])
 def test_an_export_that_was_killed_in_its_switch_is_undone_by_the_next_though_that_fails(

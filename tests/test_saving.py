@@ -391,6 +391,7 @@ HOSTILE |= {
 }
 
 
+@pytest.mark.campaign(seconds=2)
 @pytest.mark.parametrize("what", HOSTILE)
 def test_values_that_no_save_writes_are_refused_and_change_nothing(disk: Path, what: str) -> None:
     model, optimizer, scheduler = make(disk, "paged")

@@ -42,6 +42,7 @@ def test_gradients_that_add_up_come_down_without_the_host_waiting_for_each(watch
     assert not [what for what in fake.copies() if "asynchronous" in what and "pageable" in what]
 
 
+@pytest.mark.campaign(seconds=2)
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("until", ["forward", "backward", "step"])
 @pytest.mark.parametrize("activations", ["keep", "offload"])

@@ -98,6 +98,7 @@ def test_settings_on_the_device_are_those_of_their_step(watched: None) -> None:
     check_smallest(by_a_rate_on_the_device, activations="keep")
 
 
+@pytest.mark.campaign(seconds=3)
 @pytest.mark.parametrize("activations", ["keep", "offload"])
 @pytest.mark.parametrize("homes_on_hbm", [False, None])
 @pytest.mark.parametrize("program", [units, apart], ids=lambda f: f.__name__)

@@ -79,6 +79,7 @@ def gathered(model: nn.Module) -> Tensor:
 LOOKS = [norms, vector, held_views, average, gathered]
 
 
+@pytest.mark.campaign(seconds=1)
 @pytest.mark.parametrize("look", LOOKS)
 def test_all_parameters_can_be_looked_at_between_steps(
     watched: None, look: Callable[[nn.Module], Tensor]

@@ -86,6 +86,7 @@ def test_an_optimizer_steps_bitwise_at_every_budget(
     assert seen.mode == "paged" and seen.chunks >= 5 and seen.evictions >= 3
 
 
+@pytest.mark.campaign(seconds=1)
 @pytest.mark.parametrize("flavour", ["sgd", "adam_amsgrad", "adamw_foreach", "rmsprop"])
 def test_a_run_cut_at_every_chunk_border_steps_bitwise(
     flavour: str, monkeypatch: pytest.MonkeyPatch

@@ -72,6 +72,7 @@ def both(train: Callable[[Run], None], ours: Run, theirs: Run) -> None:
     assert ours.bits() == theirs.bits()
 
 
+@pytest.mark.campaign(seconds=8)
 @pytest.mark.parametrize("eighths", EIGHTHS)
 @pytest.mark.parametrize("precision", LARGE)
 def test_they_move_as_batches_and_sums_come_and_go(
@@ -190,6 +191,7 @@ def test_homes_move_between_disk_and_ram_whatever_the_user_holds(tmp_path: Path)
     assert there == [*[False] * 3, *[True] * 2, *[False] * 2]
 
 
+@pytest.mark.campaign(seconds=2)
 @pytest.mark.parametrize("eighths", EIGHTHS)
 def test_updates_in_backward_are_the_same_wherever_homes_are(eighths: int, tmp_path: Path) -> None:
     def train(run: Run) -> None:
@@ -265,6 +267,7 @@ def test_a_drive_that_fails_while_they_come_leaves_them_on_disk(
     assert left[0] < 0
 
 
+@pytest.mark.campaign(seconds=3)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("after", [0, 1, 3, 6, 11])
 def test_homes_of_which_some_cannot_be_copied_stay_where_all_are(

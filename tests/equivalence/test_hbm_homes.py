@@ -328,6 +328,7 @@ def test_states_that_the_user_holds_leave_fewer_frames_to_a_larger_batch() -> No
     assert run.on_hbm and len(kept) == 4 * UNITS
 
 
+@pytest.mark.campaign(seconds=1)
 @pytest.mark.parametrize("until", ["forward", "backward", "step"])
 @pytest.mark.parametrize("more", [8, 12, 16])
 def test_homes_give_way_to_views_of_all_weights(more: int, until: str) -> None:

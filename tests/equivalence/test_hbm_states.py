@@ -86,6 +86,7 @@ def test_states_that_begin_after_a_skipped_step_find_room_next_to_sums(share: fl
     assert there.has_weights_of(home)
 
 
+@pytest.mark.campaign(seconds=1)
 @pytest.mark.parametrize("share", [0.8, 1.0, 1.2])
 @pytest.mark.parametrize("precision", DTYPES)
 def test_states_that_begin_once_homes_are_on_hbm_find_room(precision: str, share: float) -> None:

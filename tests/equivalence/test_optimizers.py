@@ -520,6 +520,7 @@ UNKNOWN = [
 ]
 
 
+@pytest.mark.campaign(seconds=2)
 @pytest.mark.parametrize("case", UNKNOWN, ids=str)
 def test_rules_that_hetero_does_not_know_step_fp32_masters_bitwise(case: Case) -> None:
     check_whole_on_masters(case)

@@ -119,6 +119,7 @@ RUNS: dict[str, tuple[type, type, Callable[[], Dataset], Callable[[], dict[str, 
 OF_GRPO = {"num_generations": 4, "max_completion_length": 6, "max_steps": 2}
 
 
+@pytest.mark.campaign(seconds=2)
 @pytest.mark.parametrize("name", RUNS)
 def test_a_trainer_of_trl_gives_the_same_numbers(name: str, tmp_path: Path) -> None:
     cls, of_arguments, data, given, hbm = RUNS[name]

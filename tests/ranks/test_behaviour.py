@@ -422,6 +422,7 @@ def dies(rank: int, at: str) -> None:
         optimizer.zero_grad()
 
 
+@pytest.mark.campaign(seconds=1)
 @pytest.mark.parametrize("at", ["forward", "backward", "step"])
 @pytest.mark.parametrize("n_ranks", [2, 3])
 def test_when_a_rank_dies_the_others_hear_of_it_at_once(n_ranks: int, at: str) -> None:

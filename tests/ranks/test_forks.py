@@ -172,6 +172,7 @@ def says(use: str, model: Any, optimizer: Any, folder: str) -> None:
 WAYS = [*((use, way) for use in USES for way in ("seen", "gathered")), ("waits", "seen")]
 
 
+@pytest.mark.campaign(seconds=5)
 @pytest.mark.parametrize(("use", "way"), WAYS)
 def test_a_child_is_told_that_the_model_is_its_parents(use: str, way: str, tmp_path: Path) -> None:
     """It would write to its parent's weights, or speak for it in the ranks' calls."""

@@ -181,12 +181,14 @@ def assert_same(expected: Any, found: list[Any]) -> None:
         assert not wrong
 
 
+@pytest.mark.campaign(seconds=4)
 @pytest.mark.parametrize("write", WRITES, ids=lambda write: write.__name__)
 def test_ranks_that_write_weights_alike_are_one_rank(write: Write) -> None:
     expected = trains(InOneProcess(2), write)
     assert_same(expected, run_ranks(2, on_a_rank, write, True, {}, nothing))
 
 
+@pytest.mark.campaign(seconds=2)
 @pytest.mark.parametrize("write", [each_in_place, through_data, through_views, swaps_averages])
 def test_ranks_that_gather_write_weights_alike(write: Write) -> None:
     expected = trains(InOneProcess(2), write)
@@ -219,6 +221,7 @@ def written_in_a_forward(rank: int) -> Any:
     return found
 
 
+@pytest.mark.campaign(seconds=3)
 @pytest.mark.parametrize("write", [with_the_same_numbers, through_detached, through_data])
 @pytest.mark.parametrize("one_sided", [True, False], ids=["shared", "gathered"])
 def test_a_written_weight_is_its_own_master_on_all_ranks(write: Write, one_sided: bool) -> None:

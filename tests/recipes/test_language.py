@@ -97,6 +97,7 @@ RUNS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.campaign(seconds=2)
 @pytest.mark.parametrize("name", RUNS)
 def test_the_numbers_are_those_of_a_plain_loop(name: str) -> None:
     run = options(**RUNS[name], settings={"hbm": 2 * HBM if name == "sft" else HBM})

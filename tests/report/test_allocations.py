@@ -124,6 +124,7 @@ def training(**given: Any) -> Iterator[Training]:
         made.release()
 
 
+@pytest.mark.campaign(seconds=1)
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 def test_what_the_loop_makes_is_shown_by_its_line(settings: dict[str, Any], tmp_path: Path) -> None:
     with training(**settings) as made:
@@ -143,6 +144,7 @@ def test_what_the_loop_makes_is_shown_by_its_line(settings: dict[str, Any], tmp_
         assert sum(share.n_bytes for share in peak.shares) == peak.n_bytes
 
 
+@pytest.mark.campaign(seconds=2)
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 def test_to_record_changes_no_bit(settings: dict[str, Any], tmp_path: Path) -> None:
     with training(**settings) as ours, training(**settings) as recorded:

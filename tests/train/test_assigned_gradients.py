@@ -67,6 +67,7 @@ def trained(
     return [value.clone() for value in model.state_dict().values()]
 
 
+@pytest.mark.campaign(seconds=1)
 @pytest.mark.parametrize("clips", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("backward", [by_hand, by_halves])

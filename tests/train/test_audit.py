@@ -80,6 +80,7 @@ class HostTelling(SimDevice):
             self.auditor.spans.append((at, at + slab.n_bytes))
 
 
+@pytest.mark.campaign(seconds=1)
 @pytest.mark.parametrize("name", AUDITED)
 def test_frames_and_activations_stay_under_the_budget_at_every_operation(name: str) -> None:
     case: Case = BY_NAME[name]

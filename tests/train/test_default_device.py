@@ -80,6 +80,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.campaign(seconds=1)
 @pytest.mark.parametrize("place", SETTINGS)
 @pytest.mark.parametrize("rule", RULES)
 def test_a_default_device_changes_nothing(

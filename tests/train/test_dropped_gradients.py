@@ -39,6 +39,7 @@ def states_are_read(run: Run) -> None:
     run.optimizer.state_dict()
 
 
+@pytest.mark.campaign(seconds=1)
 @pytest.mark.parametrize("precision", DTYPES)
 @pytest.mark.parametrize("then", [another_pass, another_value, another_batch, states_are_read])
 def test_what_follows_waits_for_their_copies(then: Callable[[Run], None], precision: str) -> None:

@@ -98,6 +98,7 @@ def test_updates_that_begin_in_backward_change_no_bit(
     assert sum(early) >= 5 and early[0] == 0, "a step is watched before anything is early"
 
 
+@pytest.mark.campaign(seconds=1)
 @pytest.mark.parametrize("name", LATE)
 def test_units_that_are_needed_again_wait_for_the_step(name: str, early: list[int]) -> None:
     case = BY_NAME[name]
@@ -119,6 +120,7 @@ TUNINGS: dict[str, Callable[[], Tuning]] = {
 }
 
 
+@pytest.mark.campaign(seconds=1)
 @pytest.mark.parametrize("activations", ["keep", "recompute", "offload"])
 @pytest.mark.parametrize("how", TUNINGS)
 def test_threads_and_policies_change_no_bit(how: str, activations: str, early: list[int]) -> None:

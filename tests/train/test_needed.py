@@ -157,6 +157,7 @@ def test_a_larger_budget_than_enough_is_enough_where_activations_go_down() -> No
         assert trained(model, hbm=int((1 + part) * enough), **settings) is None
 
 
+@pytest.mark.campaign(seconds=1)
 @pytest.mark.parametrize("activations", ["auto", "offload"])
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("below", ["host", "nvme_bytes"])

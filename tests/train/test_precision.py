@@ -224,6 +224,7 @@ def test_micro_steps_add_up_in_fp32(precision: str, micro: int) -> None:
     train(reference, model, optimizer, micro=micro, clip=0.05)
 
 
+@pytest.mark.campaign(seconds=1)
 @pytest.mark.parametrize(
     "settings",
     [
@@ -337,6 +338,7 @@ def test_a_weight_written_through_a_view_is_its_own_master_as_a_whole(
     train(reference, model, optimizer, steps=2)
 
 
+@pytest.mark.campaign(seconds=1)
 @pytest.mark.parametrize("order", ["model first", "optimizer first"])
 @pytest.mark.parametrize("place", ["paged", "resident"])
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])

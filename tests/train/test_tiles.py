@@ -135,6 +135,7 @@ def blocks() -> nn.Module:
     return nn.Sequential(*(Mixer() for _ in range(4)))
 
 
+@pytest.mark.campaign(seconds=1)
 @pytest.mark.parametrize("hbm", ["64KiB", None])
 @pytest.mark.parametrize("policy", ["auto", "keep", "recompute", "offload"])
 def test_tiles_are_the_same_whatever_becomes_of_the_blocks_around_them(

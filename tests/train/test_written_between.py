@@ -193,6 +193,7 @@ def test_what_is_gone_is_refused(write: Write) -> None:
         forward(model, FROM, write).backward()
 
 
+@pytest.mark.campaign(seconds=1)
 @pytest.mark.parametrize("write", REFUSED, ids=lambda f: f.__name__)
 def test_what_is_gone_is_refused_slice_by_slice(write: Write) -> None:
     model, optimizer = started(True, micro_batch=4)
@@ -218,6 +219,7 @@ def test_what_is_copied_changes_no_slice(write: Write) -> None:
     same(values(runs[0][0]), values(runs[1][0]), "weights")
 
 
+@pytest.mark.campaign(seconds=1)
 @pytest.mark.parametrize("write", REFUSED, ids=lambda f: f.__name__)
 def test_what_units_save_is_kept_once_one_was_refused(write: Write) -> None:
     plain, ours = started(False), started(True)
