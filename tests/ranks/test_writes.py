@@ -100,6 +100,19 @@ def through_views(model: Net) -> None:
         model.first.weight.view(-1)[3:7] *= 0.5
 
 
+def with_other_weights(model: Net) -> None:
+    """Weights whose bytes are elsewhere, and lazy gradients, next to a view."""
+    first, second = model.blocks[0][0].weight, model.blocks[1][0].weight
+    first.data.copy_(second)
+    with torch.no_grad():
+        torch.add(first.data, model.blocks[2][0].weight, alpha=0.5, out=first.data)
+        second.add_(first.data - model.blocks[3][0].weight, alpha=0.1)
+        torch._foreach_add_([first.data], [second], alpha=0.1)
+    for param in model.parameters():
+        if param.grad is not None:
+            param.data.add_(param.grad, alpha=-0.01)
+
+
 def assigns_data(model: Net) -> None:
     model.first.weight.data = model.first.weight.data * 0.9
     model.last.bias.data = torch.full((7,), 0.125)
@@ -132,7 +145,14 @@ def nothing(model: Net) -> None: ...
 
 WRITES: tuple[Write, ...] = (
     *(each_in_place, some_in_one_call, through_data, through_data_that_is_held, through_detached),
-    *(through_views, assigns_data, begins_anew, swaps_averages, by_a_state_dict),
+    *(
+        through_views,
+        with_other_weights,
+        assigns_data,
+        begins_anew,
+        swaps_averages,
+        by_a_state_dict,
+    ),
 )
 
 

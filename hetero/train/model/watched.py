@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from hetero.internals import tree_iter, version_of, without_torch_function
+from hetero.internals import tree_iter, tree_map, version_of, without_torch_function
 
 Wrote = Callable[[int], object]
 """Is told the address of a storage that was written."""
@@ -34,13 +34,17 @@ class WatchedView(torch.Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         views = [each for each in tree_iter((args, kwargs)) if isinstance(each, WatchedView)]
-        with without_torch_function():
-            before = [_version(view) for view in views]
-            found = func(*args, **kwargs)
-            for view, then in zip(views, before, strict=True):
-                if _version(view) != then:
-                    view.hetero_wrote(_storage(view))
-            return watched(found, {_storage(view): view.hetero_wrote for view in views})
+        before = [_version(view) for view in views]
+        if all(kind in PLAIN for kind in types):
+            with without_torch_function():
+                found = func(*args, **kwargs)
+        else:  # parameters whose bytes are elsewhere, and classes of a program's
+            given, named = tree_map(_plain_if_view, (args, kwargs))
+            found = func(*given, **named)
+        for view, then in zip(views, before, strict=True):
+            if _version(view) != then:
+                view.hetero_wrote(_storage(view))
+        return watched(found, {_storage(view): view.hetero_wrote for view in views})
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]  # torch's has a keyword
         return repr(_plain(self))
@@ -59,13 +63,15 @@ def watched(found: Any, wrote: Mapping[int, Wrote]) -> Any:
     if type(found) is not torch.Tensor or found.layout is not torch.strided:
         return found
     tell = wrote.get(_storage(found))
-    if tell is None or (
-        found.requires_grad and torch.is_grad_enabled()
-    ):  # or autograd refuses the write
+    is_differentiated = found.requires_grad and torch.is_grad_enabled()
+    if tell is None or is_differentiated:  # autograd refuses writes to such a view
         return found
     view = found.as_subclass(WatchedView)
     view.hetero_wrote = tell
     return view
+
+
+PLAIN = (WatchedView, torch.Tensor, torch.nn.Parameter)
 
 
 def _plain(view: WatchedView) -> torch.Tensor:
@@ -73,9 +79,15 @@ def _plain(view: WatchedView) -> torch.Tensor:
         return view.as_subclass(torch.Tensor)
 
 
+def _plain_if_view(value: Any) -> Any:
+    return _plain(value) if isinstance(value, WatchedView) else value
+
+
 def _version(view: WatchedView) -> int:
-    return 0 if view.is_inference() else version_of(view)
+    with without_torch_function():
+        return 0 if view.is_inference() else version_of(view)
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
+    with without_torch_function():
+        return int(tensor.untyped_storage()._cdata)
