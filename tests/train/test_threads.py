@@ -13,6 +13,7 @@ from torch import nn
 
 import hetero
 from hetero.errors import StateError
+from hetero.train.access import backward
 from tests.equivalence.harness import same, values
 
 WIDTH = 24
@@ -71,6 +72,35 @@ def test_a_thread_for_which_the_first_one_waits_may_use_the_model(device: str, u
                 o.zero_grad()
             hook.remove()
             same(values(plain), values(model), f"step {number}")
+
+
+def test_a_pass_that_failed_is_nobodys_though_autograd_lets_go_of_it_late(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As its threads of devices do, after the caller has got the error."""
+    kept, at_end = [], backward.at_end_of_backward
+
+    def keep(ending: Callable[[], None]) -> None:
+        kept.append(ending)
+        at_end(ending)
+
+    def fail(param: torch.Tensor) -> None:
+        raise ValueError
+
+    monkeypatch.setattr(backward, "at_end_of_backward", keep)
+    plain, x = net(), torch.randn(3, WIDTH)
+    reference = torch.optim.SGD(plain.parameters(), lr=0.1)
+    model, optimizer = prepared("cpu:sim")
+    hook = model[1][0].weight.register_post_accumulate_grad_hook(fail)
+    with pytest.raises(ValueError):
+        model(x).square().mean().backward()
+    hook.remove()
+    optimizer.zero_grad()
+    for m, o in ((plain, reference), (model, optimizer)):
+        m(x).square().mean().backward()
+        o.step()
+    assert kept
+    same(values(plain), values(model), "after a pass that failed")
 
 
 @pytest.mark.parametrize("device", ["cpu", "cpu:sim"])

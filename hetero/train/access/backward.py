@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from operator import attrgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -14,7 +15,13 @@ from torch import nn
 from hetero.device import Device
 from hetero.errors import StateError
 from hetero.events import EventLog, What
-from hetero.internals import NO_TASK, at_end_of_backward, graph_task
+from hetero.internals import (
+    NO_TASK,
+    RUN_BACKWARD,
+    Replacement,
+    at_end_of_backward,
+    graph_task,
+)
 from hetero.memory.layout import Layout
 from hetero.train.access.early import EarlyUpdates, NoEarlyUpdates
 from hetero.train.access.fetches import Fetches
@@ -27,6 +34,26 @@ from hetero.types import Kind, Phase, Tier, noop
 WHY = {phase: phase.value for phase in Phase}  # `phase.value` costs two calls
 NAMES = {Phase.FORWARD: "forward", Phase.BACKWARD: "backward", Phase.EVAL: "eval"}
 _offset_of = attrgetter("offset")
+
+
+_callers: list[int] = []  # threads inside of torch's backward
+
+
+def _noted(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Return torch's backward, which notes the thread that waits for it."""
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        _callers.append(threading.get_ident())
+        try:
+            return run(*args, **kwargs)
+        finally:
+            _callers.remove(threading.get_ident())
+
+    return noted
+
+
+PASSES: tuple[Replacement, ...] = (RUN_BACKWARD.replaced(_noted),)
+"""Replaced functions of torch while threads are told from each other."""
 
 
 class Accessed(NamedTuple):
@@ -134,9 +161,14 @@ class BackwardAccess:
         self._began = 0.0
 
     @property
-    def is_under_way(self) -> bool:
-        """Whether a pass through this model runs, on any thread, and has not failed."""
-        return self.task != NO_TASK and self._ending() is not None
+    def is_anothers(self) -> bool:
+        """Whether another thread has begun a pass through this model that runs and has not failed.
+
+        Of one that failed, autograd's threads may let go after its caller has gone on.
+        """
+        here = threading.get_ident()
+        is_under_way = self.task != NO_TASK and self._ending() is not None
+        return is_under_way and any(caller != here for caller in _callers)
 
     def touch(self, bucket: int) -> None:
         """Backward needs a bucket: move the access to its unit."""

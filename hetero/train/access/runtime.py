@@ -21,7 +21,14 @@ from hetero.functional.head import has_memory
 from hetero.internals import NO_TASK, graph_task, install, is_faking, tree_iter
 from hetero.memory.layout import Layout
 from hetero.memory.manager import ChunkManager
-from hetero.train.access.backward import WHY, Accessed, AccessLog, BackwardAccess, SavedViews
+from hetero.train.access.backward import (
+    PASSES,
+    WHY,
+    Accessed,
+    AccessLog,
+    BackwardAccess,
+    SavedViews,
+)
 from hetero.train.access.cursor import Cursor
 from hetero.train.access.early import EarlyUpdates, NoEarlyUpdates
 from hetero.train.access.fetches import Fetches
@@ -114,7 +121,7 @@ class Runtime:
         for it nests in it; one of backward's works for the thread that waits for that."""
         here = threading.get_ident()
         is_between = bool(self._open) and self._open[-1] != here and here in self._open
-        is_late = task == NO_TASK and self.backward.is_under_way and not self._open
+        is_late = task == NO_TASK and self.backward.is_anothers and not self._open
         if (self._n_busy and self._busy != here) or (task == NO_TASK and is_between) or is_late:
             raise StateError(
                 "two threads use the model at the same time",
@@ -157,7 +164,7 @@ class Runtime:
         """Let torch's functions ask us first, until `close`, or until this object is gone."""
         faults.guard_compiler()
         faults.guard_compiler(METER)  # it would compile our counting, again and again
-        undo = install((*faults.GUARDS, *SAVING, *METERING))
+        undo = install((*faults.GUARDS, *SAVING, *METERING, *PASSES))
         self.unguard = finalizer = weakref.finalize(self, undo)
         finalizer.atexit = False
 
