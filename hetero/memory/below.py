@@ -75,7 +75,9 @@ class LocalBelow:
 
     def written(self, replica: Replica) -> None:
         """See [Note: written codes]."""
-        replica.exposed |= not replica.bucket.codec.exact
+        if not replica.bucket.codec.exact:
+            replica.show(None)
+            replica.exposed = True
 
     def fetch(self, replica: Replica, copy: HomeCopy, after: Iterable[Ticket], why: str) -> None:
         """Queue copies of the whole home up; call `wait_fetch` before the first read."""
@@ -152,8 +154,8 @@ class LocalBelow:
         bucket = replica.bucket
         if replica.exposed and not replica.dirty and self._is_unchanged(replica, copy.home):
             return
-        if replica.exposed:
-            replica.write(0, bucket.segments[-1].end)
+        for run in replica.seen_runs if replica.exposed else ():
+            replica.write(run.start, run.stop)
         if not replica.dirty:
             return
         self._events.writing(bucket.id)
@@ -172,15 +174,15 @@ class LocalBelow:
         """
         if not home.is_shared:
             return False
-        used = replica.bucket.segments[-1].end
         if not home.codec.exact:
-            values = self._values(replica, 0, used)
+            values = self._values(replica, 0, replica.bucket.segments[-1].end)
             parts = ((s.offset, row(home.read(s))) for s in replica.bucket.segments)
             pairs = ((values[at : at + part.numel()], part) for at, part in parts)
         else:
             pairs = (
                 (self._values(replica, run.start, run.stop), part)
-                for run, part in home.parts(0, used, PinUse.READ)
+                for seen in replica.seen_runs
+                for run, part in home.parts(seen.start, seen.stop, PinUse.READ)
             )
         return all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs)
 

@@ -7,7 +7,7 @@ arena (arena.py); `LocalBelow` moves bytes between the two. The manager keeps th
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
@@ -33,6 +33,9 @@ from hetero.memory.unsettled import Unsettled
 from hetero.types import CopyState, Kind, Tier
 
 PARAM = Kind.PARAM.value
+Positions = Mapping[int, Collection[int]]
+"""Of parameters, by their bucket."""
+ANY: Positions = {}
 
 
 class ChunkManager:
@@ -184,26 +187,32 @@ class ChunkManager:
             self.expose(bucket_id)
         return replica
 
-    def expose(self, bucket_id: int) -> None:
-        """The user's code may write a replica from now on without a trace."""
-        self._way(self.replicas[bucket_id]).expose(self.replicas[bucket_id])
+    def expose(self, bucket_id: int, positions: Iterable[int] | None = None) -> None:
+        """The user's code may write a replica from now on without a trace, in the memory of the
+        parameters at these positions; None: of any."""
+        replica = self.replicas[bucket_id]
+        replica.show(positions)
+        self._way(replica).expose(replica)
         self._unsettled.add(bucket_id)
 
     def _way(self, replica: Replica) -> Way:
         """Return what keeps a replica and its home the same."""
         return self._at_home if isinstance(replica, AtHome) else self._below
 
-    def watch(self, ids: Iterable[int]) -> None:
+    def watch(self, ids: Iterable[int], only: Positions = ANY) -> None:
         """Expose unbound, pinned replicas with views: a view may go before the last pin does, and
         its writes would leave no trace."""
         for bucket_id in ids:
             replica = self.replicas.get(bucket_id)
             if replica is not None and replica.pins and replica.leased:
-                self.expose(bucket_id)
+                self.expose(bucket_id, only.get(bucket_id))
 
-    def unpin(self, ids: Iterable[int]) -> None:
+    def unpin(self, ids: Iterable[int], only: Positions = ANY) -> None:
         """Drop one pin per bucket; at zero, mark when the device is done with the frames. The
-        caller has unbound the parameters from the replica before (see [Note: leases])."""
+        caller has unbound the parameters from the replica before (see [Note: leases]).
+
+        ``only``: the parameters, by bucket, whose memory the access may have shown.
+        """
         self._device.in_order()
         for bucket_id in ids:
             replica = self.replicas[bucket_id]
@@ -211,7 +220,7 @@ class ChunkManager:
             if replica.pins == 0:
                 replica.idle = self._device.mark()
                 if replica.leased:
-                    self.expose(bucket_id)
+                    self.expose(bucket_id, only.get(bucket_id))
                 if self.copies[bucket_id].exposed is not None:
                     self.flush_and_wait(bucket_id)  # the user may read or write the home next
 

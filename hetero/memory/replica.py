@@ -11,6 +11,8 @@ flushed, before it is evicted and before its home is read.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 from hetero.device import Ticket, use_count
@@ -28,7 +30,18 @@ class Replica:
 
     __slots__ = (
         *("bucket", "start", "bytes", "incoming", "flat", "views", "cdata", "baseline"),
-        *("pins", "stamp", "ready", "idle", "exposed", "dirty", "is_apart", "wire", "_table"),
+        *(
+            "pins",
+            "stamp",
+            "ready",
+            "idle",
+            "exposed",
+            "seen",
+            "dirty",
+            "is_apart",
+            "wire",
+            "_table",
+        ),
     )
 
     def __init__(
@@ -57,6 +70,8 @@ class Replica:
         self.ready: Ticket | None = None
         self.idle: Ticket | None = None
         self.exposed = False
+        self.seen: set[int] | None = None
+        """While it is exposed, the positions of parameters whose memory is; None: of any."""
         self.dirty: set[int] = set()  # chunks written here
         self._table = table
         self.baseline = use_count(piece)
@@ -100,6 +115,21 @@ class Replica:
         self._table.transition(self.bucket.id, Tier.HBM, state, why)
         if state in (CopyState.ABSENT, CopyState.FILLING, CopyState.CLEAN):
             self.dirty.clear()
+
+    def show(self, positions: Iterable[int] | None) -> None:
+        """The user's code may hold the memory of some parameters; None: of any. It is `exposed`
+        next."""
+        before = self.seen if self.exposed else set()
+        known = positions is not None and before is not None
+        self.seen = {*(before or ()), *(positions or ())} if known else None
+
+    @property
+    def seen_runs(self) -> list[slice]:
+        """The elements that may have been written without a trace."""
+        segments = self.bucket.segments
+        if self.seen is None:
+            return [slice(0, segments[-1].end)]
+        return [slice(segments[at].offset, segments[at].end) for at in sorted(self.seen)]
 
     def settle(self) -> None:
         """Its bytes are at home: only a lease still exposes them."""

@@ -13,6 +13,7 @@ from torch import nn
 from hetero.device import ALONE, use_count
 from hetero.errors import StateError
 from hetero.internals import tree_iter
+from hetero.memory.manager import ANY, Positions
 from hetero.train.access.backward import BackwardAccess
 from hetero.train.access.early import EarlyUpdates, NoEarlyUpdates
 from hetero.train.access.home_view import StateDictView
@@ -53,8 +54,10 @@ class Lender(Protocol):
         func: Callable[..., Any],
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
+        only: Positions = ANY,
     ) -> Any:
-        """Call a function on parameters of buckets, in an access of its own."""
+        """Call a function on parameters of buckets, in an access of its own; code may keep the
+        memory of ``only`` some parameters."""
 
     @property
     def is_running(self) -> bool:
@@ -112,11 +115,15 @@ class PageFaults:
             return self._runtime.state_dicts.carry_out(func, args)
         index, home = self.index, self._pages.layout.home
         places = (index.get(id(value), -1) for value in leaves_of((args, dict(kwargs))))
-        buckets = tuple(dict.fromkeys(home[i][0] for i in places if i >= 0))
+        given: dict[int, list[int]] = {}  # positions by bucket
+        for bucket, segment in (home[i] for i in places if i >= 0):
+            given.setdefault(bucket, []).append(segment.position)
+        buckets = tuple(given)
         if not buckets:
             with without_faults():  # only the class is an argument, no parameter
                 return func(*args, **kwargs)
-        found = self._runtime.call_with(buckets, func, args, kwargs)
+        only = given if self._is_shared else ANY
+        found = self._runtime.call_with(buckets, func, args, kwargs, only)
         if any(isinstance(t, torch.Tensor) and t.requires_grad for t in tree_iter(found)):
             self._runtime.early.outside(buckets)
         if not self._is_shared or self._runtime.is_running:
@@ -131,7 +138,8 @@ class PageFaults:
 
     def alias(self, param: nn.Parameter) -> torch.Tensor:
         """Return ``param.data`` of a bound parameter; writes through it are not counted."""
-        self._pages.manager.expose(self._pages.home(param)[0])
+        bucket, segment = self._pages.home(param)
+        self._pages.manager.expose(bucket, [segment.position] if self._is_shared else None)
         return self._parts.data(param)
 
     def assign(self, param: nn.Parameter, value: torch.Tensor) -> None:

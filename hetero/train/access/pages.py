@@ -11,7 +11,7 @@ from torch import nn
 
 from hetero.errors import StateError
 from hetero.memory.layout import Bucket, Layout, Segment
-from hetero.memory.manager import ChunkManager
+from hetero.memory.manager import ANY, ChunkManager, Positions
 from hetero.train.model.binding import Binding
 from hetero.train.update.masters import Masters
 
@@ -63,16 +63,17 @@ class ParameterPages:
             self.manager.unpin(buckets)
             raise
 
-    def unbind(self, buckets: Sequence[int]) -> None:
-        """Take parameters off their frames, note writes to them, and unpin."""
+    def unbind(self, buckets: Sequence[int], only: Positions = ANY) -> None:
+        """Take parameters off their frames, note writes to them, and unpin. ``only``: see there."""
         for bucket in buckets:
             for position in self.binding.unbind(bucket):
                 self.note_write(self.layout.buckets[bucket].segments[position])
-        self.manager.unpin(buckets)
+        self.manager.unpin(buckets, only)
 
-    def watch(self, buckets: Sequence[int]) -> None:
+    def watch(self, buckets: Sequence[int], only: Positions = ANY) -> None:
         """Look for views that outlived the block that bound these buckets."""
-        self.manager.watch(bucket for bucket in buckets if not self.binding.bound[bucket])
+        unbound = (bucket for bucket in buckets if not self.binding.bound[bucket])
+        self.manager.watch(unbound, only)
 
     def note_write(self, segment: Segment) -> None:
         """Note that a bound parameter was written."""

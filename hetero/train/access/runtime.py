@@ -20,7 +20,7 @@ from hetero.errors import StateError
 from hetero.functional.head import has_memory
 from hetero.internals import NO_TASK, graph_task, install, is_faking, tree_iter
 from hetero.memory.layout import Layout
-from hetero.memory.manager import ChunkManager
+from hetero.memory.manager import ANY, ChunkManager, Positions
 from hetero.train.access.backward import (
     PASSES,
     WHY,
@@ -250,8 +250,9 @@ class Runtime:
                 self.events.forward_ended()
 
     @contextmanager
-    def lend(self, buckets: Sequence[int], why: str) -> Iterator[None]:
-        """Hold buckets and bind their parameters inside a block."""
+    def lend(self, buckets: Sequence[int], why: str, only: Positions = ANY) -> Iterator[None]:
+        """Hold buckets and bind their parameters inside a block. ``only``: those, by bucket, whose
+        memory the block's code may keep."""
         with self.changing():
             self.fetches.pin(buckets, why, self._spare, in_frames=True)  # they may be written
             self.pages.bind(buckets)
@@ -260,8 +261,8 @@ class Runtime:
             yield
         finally:
             self._closed()
-            self.pages.unbind(buckets)
-            self.pages.watch(buckets)
+            self.pages.unbind(buckets, only)
+            self.pages.watch(buckets, only)
 
     def call_with(
         self,
@@ -269,12 +270,13 @@ class Runtime:
         func: Callable[..., Any],
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
+        only: Positions = ANY,
     ) -> Any:
         """Call a function on parameters of buckets, in an access of its own."""
         phase = self._phase(graph_task())
         if phase is Phase.BACKWARD:  # unpin the previous unit: backward has reached this one
             self.backward.touch(buckets[0])
-        with self.lend(buckets, "fault"):
+        with self.lend(buckets, "fault", only):
             for bucket in buckets:
                 unit = self.pages.layout.buckets[bucket].unit
                 self.fetches.follow(phase, unit, (bucket,), self._calls)
