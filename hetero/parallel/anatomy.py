@@ -8,6 +8,7 @@ once, and everything that passes a cut in another way is refused.
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -37,6 +38,7 @@ from hetero.train.model.units import has_params
 META = torch.device("meta")
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
 BY_HAND = "write the stages as modules of their own, and prepare those of a rank in one ModuleList"
+LABELS = "labels"
 LOSS = "loss"
 _aten = torch.ops.aten
 NUMBER = _aten._local_scalar_dense.default
@@ -75,8 +77,9 @@ class Anatomy:
     """Of each name, of modules after a waist, and of `LOSS`."""
     waists: Mapping[str, Waist] = field(default_factory=dict)
     """Of blocks that may be cut in two."""
-    gives_more: bool = False
-    """Whether the model's output has what blocks made apart from what they return."""
+    own_loss_takes_more: bool = False
+    """Whether the loss that the model makes of labels may take what blocks make apart from what
+    they return."""
 
     def items(self) -> list[tuple[str, int]]:
         """Return what is never cut: a block (0), or its first (1) or second part (2)."""
@@ -182,8 +185,23 @@ def examine(model: nn.Module, call: Call, clock: Clock, loss: Any = None) -> Ana
         takes_ids=first is not None and not first.is_floating_point(),
         weights=weights,
         waists=look.waists,
-        gives_more=look.gives_more,
+        own_loss_takes_more=look.gives_more and takes_more(model, call, chain, apart),
     )
+
+
+def takes_more(model: nn.Module, call: Call, chain: Sequence[str], apart: Sequence[str]) -> bool:
+    """Whether a model's own loss may take what blocks make apart from what they return."""
+    words = call.args[0] if call.args else None
+    is_told = LABELS in inspect.signature(model.forward).parameters
+    if not is_told or not isinstance(words, torch.Tensor):
+        return True
+    given = {LABELS: torch.empty_like(words), **call.kwargs}  # a tensor of its own
+    look = Look(without_bytes(model), chain, apart)
+    try:
+        look.run(Call(call.args, given))
+    except ConfigError:
+        return True
+    return look.takes_inner
 
 
 def refuse(model: nn.Module, what: str) -> ConfigError:
@@ -309,7 +327,10 @@ class Look:
     def __init__(self, model: nn.Module, chain: Sequence[str], apart: Sequence[str]) -> None:
         self.places: dict[str, Turn] = {}
         self.is_apart = False
+        self.takes_inner = False
+        """Whether the result takes what blocks make apart from what they return."""
         self.gives_more = False
+        """Whether the model's output has any of that."""
         self.waists: dict[str, Waist] = {}
         self._model = model
         self._chain = chain
@@ -336,6 +357,7 @@ class Look:
             raise refuse(self._model, "its code asks for numbers of what it is given")
         if self._reach.has(result_of(output)):
             raise refuse(self._model, "what it returns takes more than what its last block returns")
+        self.takes_inner = self._inner.has(result_of(output))
         parts = flatten(output)[0], getattr(output, "__dict__", {})
         self.gives_more = self._inner.has(parts)
         unwrap(self._model, [*self._chain, *self._apart])

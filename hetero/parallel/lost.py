@@ -41,6 +41,8 @@ class TensorRanks:
         self._talks, self._n_ranks = talks, n_ranks
         self._groups = tuple(groups)
         self._begun = self._n_begun()
+        self.n_waits = 0
+        """For collectives, since the last step."""
         self._uninstall = weakref.finalize(self, install(guards()))
         limited = lower(self._groups, talks.waits.timeout_seconds)
         self._take_back = weakref.finalize(self, limited)
@@ -50,16 +52,20 @@ class TensorRanks:
         """Compare what ranks of a tensor have done since the last step, and how they step now: what
         ``facts`` say, by name. Raises DivergenceError on all of them.
 
-        Collectives count as they are begun: whether a rank waits for a result is its own matter.
+        Collectives have to differ in how many were begun and in how many were waited for: which
+        results a rank reads is its own matter, and calls of two ranks count as begun, too.
         """
         before, self._begun = self._begun, self._n_begun()
-        mine = {"collectives begun": str(self._begun - before), **facts}
+        begun, waits = self._begun - before, self.n_waits
+        self.n_waits = 0
+        mine = {**facts, "collectives": (begun, waits)}
         told = self._talks.agree(pickle.dumps(mine), "a step")
         first = self._talks.rank // self._n_ranks * self._n_ranks
         rows = [pickle.loads(row) for row in told[first : first + self._n_ranks]]
         for name in mine:
             found = [row[name] for row in rows]
-            if len(set(found)) > 1:
+            ways = zip(*found, strict=True) if name == "collectives" else [found]
+            if all(len(set(way)) > 1 for way in ways):
                 said = "; ".join(f"rank {first + n}: {each}" for n, each in enumerate(found))
                 raise DivergenceError(
                     f"ranks of a tensor come to a step in different ways ({name}: {said})",
@@ -108,6 +114,8 @@ def _asking(wait: Callable[[Any], Any]) -> Callable[[Any], Any]:
     @functools.wraps(wait)
     def waited(tensor: Any) -> Any:
         began = time.monotonic()
+        for ranks in _following:
+            ranks.n_waits += 1
         try:
             return wait(tensor)
         except RuntimeError as error:

@@ -136,7 +136,7 @@ class ModelStage(nn.Module):
         self.is_first, self.is_last = own.start == 0, own.has_after
         self.takes_ids = anatomy.takes_ids
         self.call = dict(call)
-        self._gives_more = self.is_last and anatomy.gives_more
+        self._takes_more = self.is_last and anatomy.own_loss_takes_more
         named = model.named_parameters(remove_duplicate=False)
         places = {name: at for at, (name, _) in enumerate(named)}
         self.model = carved(model, self._stand_ins(model, anatomy, own))
@@ -188,7 +188,7 @@ class ModelStage(nn.Module):
             given = torch.zeros(x.shape[:-1], dtype=torch.long, device=x.device)
         try:
             output = self.model(given, *args, **self.call, **kwargs)
-            if self._gives_more and getattr(output, "loss", None) is not None:
+            if self._takes_more and getattr(output, "loss", None) is not None:
                 raise ConfigError(
                     "the model's own loss may take what blocks of other stages make apart from"
                     " what they return (router logits, hidden states)",

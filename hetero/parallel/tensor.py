@@ -317,6 +317,9 @@ class DTensors:
             return True
         return bool(grad.placements == param.placements)
 
+    def is_whole(self, param: nn.Parameter) -> bool:
+        return not isinstance(param, DTensor) or all(p.is_replicate() for p in param.placements)
+
     def is_pending(self, param: nn.Parameter) -> bool:
         grad = binding.get_grad(param)
         return isinstance(grad, DTensor) and is_addend(grad)

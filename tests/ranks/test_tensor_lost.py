@@ -209,7 +209,7 @@ def test_ranks_of_a_tensor_that_go_different_ways_are_an_error_on_all(way: str, 
     assert len(ended) < 2
     for each in (each for each in found if each not in ended):
         if way == "rate":
-            assert "different ways (rank 0: " in str(each.error), each.text
+            assert "different ways (settings of groups: rank 0: " in str(each.error), each.text
         assert isinstance(each.error, DivergenceError), each.text  # or RankLost, which is one
         assert each.error.advice
 

@@ -46,7 +46,7 @@ class Engine:
         self._unsilence: Callable[[], None] = lambda: None
         self._step_began = setup.log.clock()  # when the last step ended, once there is one
         self._clips: list[str] = []  # since the last step
-        self._n_writes = sum(map(setup.parts.version, setup.params)) if setup.parts.kinds else 0
+        self._n_writes = self._count_writes() if setup.parts.kinds else 0
         self._told_early = False  # whether a release was refused between backward and step
         setup.hooks.guard(setup.model, self._state_dict_access, self._check_copy)
         if setup.budget.spills:
@@ -137,13 +137,18 @@ class Engine:
         setup = self.setup
         settings = settings_of(optimizer.param_groups)
         grads = [i for i, p in enumerate(setup.params) if setup.parts.grad(p) is not None]
-        before, self._n_writes = self._n_writes, sum(map(setup.parts.version, setup.params))
+        before, self._n_writes = self._n_writes, self._count_writes()
         return {
             "settings of groups": digest_of(f"{name}: {value}" for name, value in settings.items()),
             "gradients": digest_of(map(str, grads)),
             "clips": ", ".join(self._clips) or "none",
             "writes of weights": str(self._n_writes - before),
         }
+
+    def _count_writes(self) -> int:
+        """Return how often parameters were written of which every rank has the whole."""
+        parts = self.setup.parts
+        return sum(parts.version(param) for param in self.setup.params if parts.is_whole(param))
 
     def note_clip(self, max_norm: float, norm_type: float) -> None:
         """Gradients are clipped to a global norm."""

@@ -116,6 +116,9 @@ class Parts(Protocol):
     def is_placed(self, param: nn.Parameter) -> bool:
         """Whether ``param.grad``, if there is one, lies on ranks as the parameter does."""
 
+    def is_whole(self, param: nn.Parameter) -> bool:
+        """Whether this rank has all of a parameter."""
+
     def is_pending(self, param: nn.Parameter) -> bool:
         """Whether ``param.grad`` is an addend, of which ranks have one each."""
 
@@ -193,6 +196,9 @@ class PlainTensors:
         return False
 
     def is_placed(self, param: nn.Parameter) -> bool:
+        return True
+
+    def is_whole(self, param: nn.Parameter) -> bool:
         return True
 
     def is_pending(self, param: nn.Parameter) -> bool:
