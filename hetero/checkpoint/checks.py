@@ -276,7 +276,7 @@ def check_meta(engine: Engine, saved: SavedValues, names: Names) -> None:
     warn_of_other_bits(engine, saved)
     groups, members = members_of(engine), own_groups(saved.members, names)
     # in any order: a rank's stages need not list parameters as the whole model does
-    if list(map(sorted, groups)) != list(map(sorted, members)):
+    if [sorted(m, key=repr) for m in groups] != [sorted(m, key=repr) for m in members]:
         raise CheckpointMismatch(
             f"the checkpoint's parameter groups hold"
             f" {[len(m) for m in members]} parameters, this optimizer's"
