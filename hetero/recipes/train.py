@@ -104,7 +104,8 @@ def train_on(
     task = task_of(options, config)
     cut = staged(task, options, config) if has_stages else None
     task = task if cut is None else cut.task
-    n_tensor = divided(task.model, config, ranks.size)
+    # a rank that refuses leaves when all have the groups of the mesh
+    n_tensor = ranks.ready(lambda: divided(task.model, config, ranks.size), "divided tensors")
     deciding = fingerprint(options, config, task, n_tensor)
     ended = check_run(folder, deciding) if options.resume else None
     optimizer = optimizer_of(task.model, options)
