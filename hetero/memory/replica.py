@@ -30,18 +30,8 @@ class Replica:
 
     __slots__ = (
         *("bucket", "start", "bytes", "incoming", "flat", "views", "cdata", "baseline"),
-        *(
-            "pins",
-            "stamp",
-            "ready",
-            "idle",
-            "exposed",
-            "seen",
-            "dirty",
-            "is_apart",
-            "wire",
-            "_table",
-        ),
+        *("pins", "stamp", "ready", "idle", "is_apart", "wire", "_table"),
+        *("exposed", "seen", "dirty"),
     )
 
     def __init__(

@@ -338,9 +338,8 @@ class Look:
         self._n = 0  # modules of the chain that have run
         self._last: torch.Tensor | None = None
         self._reach = Followed(answers=True)
-        self._inner = Followed(
-            answers=False
-        )  # what blocks make of what they are given, but what they return
+        # what blocks make of what they are given, but for what they return
+        self._inner = Followed(answers=False)
 
     @torch.no_grad()
     def run(self, call: Call) -> None:

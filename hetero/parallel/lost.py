@@ -58,15 +58,15 @@ class TensorRanks:
         before, self._begun = self._begun, self._n_begun()
         begun, waits = self._begun - before, self.n_waits
         self.n_waits = 0
-        mine = {**facts, "collectives": (begun, waits)}
+        mine = {name: (fact,) for name, fact in facts.items()} | {"collectives": (begun, waits)}
         told = self._talks.agree(pickle.dumps(mine), "a step")
         first = self._talks.rank // self._n_ranks * self._n_ranks
         rows = [pickle.loads(row) for row in told[first : first + self._n_ranks]]
         for name in mine:
             found = [row[name] for row in rows]
-            ways = zip(*found, strict=True) if name == "collectives" else [found]
-            if all(len(set(way)) > 1 for way in ways):
-                said = "; ".join(f"rank {first + n}: {each}" for n, each in enumerate(found))
+            if all(len(set(each)) > 1 for each in zip(*found, strict=True)):
+                told_all = (", ".join(map(str, each)) for each in found)
+                said = "; ".join(f"rank {first + n}: {each}" for n, each in enumerate(told_all))
                 raise DivergenceError(
                     f"ranks of a tensor come to a step in different ways ({name}: {said})",
                     advice="give them the same batches, passes and settings, let all go the same"

@@ -46,7 +46,8 @@ class WatchedView(torch.Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         if torch.compiler.is_compiling():  # what compiled code writes is found at the next access
-            return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+            traced = super().__torch_function__
+            return traced(func, types, args, kwargs)  # type: ignore[no-untyped-call]  # torch's
         kwargs = kwargs or {}
         views = [each for each in tree_iter((args, kwargs)) if isinstance(each, WatchedView)]
         is_alone = all(kind in PLAIN for kind in types)
@@ -57,7 +58,7 @@ class WatchedView(torch.Tensor):
         with without_torch_function() if is_alone else nullcontext():
             found = func(*args, **kwargs)
         for view, then in zip(views, before, strict=True):
-            if _version(view) != then or func.__name__ in UNCOUNTED:
+            if _version(view) != then or getattr(func, "__name__", "") in UNCOUNTED:
                 view.hetero_wrote(_storage(view))
         return watched(found, {_storage(view): view.hetero_wrote for view in views})
 
