@@ -9,7 +9,7 @@ to page, no checkpoints, and one shape; here nothing is traced.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,12 +35,13 @@ class Handing:
 
     received: torch.Tensor | None = None
     left: torch.Tensor | None = None
-    is_trained: bool = False
-    """Whether gradients go back through the stage."""
+    is_trained: Callable[[], bool] | None = None
+    """Whether gradients go back through the stage that runs with gradients; None if none does."""
 
     def check(self) -> None:
         """Raise StateError where blocks compute without a graph that the stage needs."""
-        if self.is_trained and not torch.is_grad_enabled():
+        asks = self.is_trained
+        if asks is not None and not torch.is_grad_enabled() and asks():
             raise StateError(
                 "a block of a stage is computed without gradients, and those of other stages would"
                 " end there: by torch.utils.checkpoint with use_reentrant=True, or torch.no_grad",
@@ -180,8 +181,8 @@ class ModelStage(nn.Module):
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         passage = self.passage
         passage.received, given = x, x
-        trained = x.requires_grad or any(param.requires_grad for param in self.parameters())
-        passage.is_trained = trained and torch.is_grad_enabled()
+        if torch.is_grad_enabled():
+            passage.is_trained = lambda: x.requires_grad or self._has_trained()
         if self.labels is not None and not self.is_last:
             kwargs.pop(self.labels, None)
         if not self.is_first and self.takes_ids:
@@ -198,8 +199,12 @@ class ModelStage(nn.Module):
             found = result_of(output) if self.is_last else passage.left
         finally:
             passage.received = passage.left = None
+            passage.is_trained = None
         assert found is not None
         return found if found.dim() else found.view(1)  # schedules join results of micro-batches
+
+    def _has_trained(self) -> bool:
+        return any(param.requires_grad for param in self.parameters())
 
     def in_whole(self, name: str) -> str:
         """Return the name in the whole model of a parameter, a buffer or a module of the stage."""
