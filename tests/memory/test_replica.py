@@ -85,3 +85,18 @@ def test_pins_and_views_hold_a_replica() -> None:
 
 def test_one_with_memory_of_its_own_stands_apart() -> None:
     assert make_replica(APART).is_apart and not make_replica().is_apart
+
+
+def test_what_may_have_been_written_grows_until_no_view_is_left() -> None:
+    replica, everything = resident(), [slice(0, 99)]
+    replica.show([])
+    replica.exposed = True
+    assert replica.seen_runs == []
+    replica.show([0])
+    assert replica.seen_runs == everything
+    replica.show(None)
+    replica.show([])  # a view of any parameter may still be there
+    assert replica.seen_runs == everything
+    replica.exposed = False  # settled
+    replica.show([])
+    assert replica.seen_runs == []
