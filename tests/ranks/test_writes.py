@@ -135,6 +135,18 @@ def swaps_averages(model: Net) -> None:
             param.copy_(value * 0.99)
 
 
+def swaps_averages_through_data(model: Net) -> None:
+    """Weights come back, so masters stay, on all ranks as on one."""
+    kept = [param.data.clone() for param in model.parameters()]
+    for param in model.parameters():
+        param.data.mul_(0.5)
+    values = {name: value.clone() for name, value in model.state_dict().items()}
+    assert all(bool(value.isfinite().all()) for value in values.values())
+    for param, value in zip(model.parameters(), kept, strict=True):
+        param.data.copy_(value)
+    model.last.weight.data[2] = 0.125
+
+
 def by_a_state_dict(model: Net) -> None:
     model.load_state_dict({key: value * 0.9 for key, value in model.state_dict().items()})
     model.last.bias.data.add_(0.1)
@@ -242,7 +254,10 @@ def written_in_a_forward(rank: int) -> Any:
 
 
 @pytest.mark.campaign(seconds=3)
-@pytest.mark.parametrize("write", [with_the_same_numbers, through_detached, through_data])
+@pytest.mark.parametrize(
+    "write",
+    [with_the_same_numbers, through_detached, through_data, swaps_averages_through_data],
+)
 @pytest.mark.parametrize("one_sided", [True, False], ids=["shared", "gathered"])
 def test_a_written_weight_is_its_own_master_on_all_ranks(write: Write, one_sided: bool) -> None:
     """Each rank keeps a part of a master; all parts follow, also those without the tensor's end."""

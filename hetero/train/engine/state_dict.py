@@ -337,6 +337,7 @@ def settle(engine: Engine) -> None:
     engine.setup.saver.finish()
     engine.residence.quiesce()
     engine.finish()
+    engine.setup.masters.follow()
     engine.setup.store.take_all()
 
 

@@ -75,13 +75,14 @@ class WrittenWeights:
         """Bring gradients home, and note which weights were written since the last step."""
         self._grads.flush_pending()
         for index, param in enumerate(self._params):
+            segment, before = self._layout.home[index][1], self._shown.get(index)
             if self._parts.version(param) != self._versions[index]:
-                self._masters.reset(self._layout.home[index][1])
+                self._masters.reset(segment)
                 self._versions[index] = self._parts.version(param)
-        for index, before in self._shown.items():
-            bucket, segment = self._layout.home[index]
-            self._masters.reset_changed(self._layout.buckets[bucket], segment.offset, before)
-            before.copy_(row(self._data(index)))
+            elif before is not None:
+                self._masters.was(segment, before)
+            if before is not None:
+                before.copy_(row(self._data(index)))
 
     def updated(self, bucket: Bucket) -> None:
         """A bucket's weights were updated: only later writes are the user's."""

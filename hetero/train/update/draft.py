@@ -98,6 +98,7 @@ class Drafts:
         before the first state is made: a gradient that cannot be stepped, or settings that the rule
         refuses (ConfigError), leave everything as it was.
         """
+        self._masters.follow()
         self._trials.admit(groups)
         if self._grads.parts.kinds:
             params = (self._params[index] for index in self.turns(groups))
@@ -138,6 +139,9 @@ class Drafts:
             return None
         if self._grads.parts.kinds and not self.rule.elementwise:
             return None
+        self._masters.follow([bucket.id])
+        for segment in bucket.segments:
+            self._masters.not_written(segment)
         update = Update(bucket, may_pass=False)
         found: dict[int, tuple[Settings, list[Ready]]] = {}
         for slot in slots:

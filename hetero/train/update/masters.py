@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from fnmatch import fnmatchcase
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -24,6 +24,7 @@ from hetero.memory.homestore import HomeStore
 from hetero.memory.layout import Bucket, Layout, Segment, row
 from hetero.train.model.host_work import host_work
 from hetero.train.model.lazy import handle
+from hetero.train.update.former import Former, FormerWeights
 from hetero.train.update.kernel import join, split_
 from hetero.types import Kind, noop
 
@@ -69,11 +70,16 @@ def low_dtype(precision: str) -> torch.dtype | None:
     return {"bf16": torch.int16, "fp16": torch.float32}.get(precision)
 
 
-class Overwritten(NamedTuple):
-    """Weights as they were, from element ``start`` of their bucket on."""
+def same_bits(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+    """Whether two parts of 2-byte weights are the same; without bytes they are."""
+    if ours.is_meta:
+        return True
+    return torch.equal(ours.view(torch.int16), theirs.to(ours.device).view(torch.int16))
 
-    start: int
-    weights: torch.Tensor
+
+def own_low(weights: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
+    """Return the ``low`` of weights that are their own masters."""
+    return weights.float() if low.dtype is torch.float32 else torch.zeros_like(low)
 
 
 def write_everywhere(home: Home, segment: Segment, value: torch.Tensor) -> None:
@@ -93,7 +99,7 @@ class Masters:
         self._store = store
         self._loaded: set[int] = set()  # parameters whose difference came from a state dict
         self._written: set[int] = set()  # parameters written on the device
-        self._unfinished: dict[int, list[Overwritten]] = {}  # by bucket
+        self._former = FormerWeights()  # see [Note: what masters follow]
         self.look: Callable[[Bucket], None] = noop
         """Calls `written` for weights of a bucket that were written through a view, if any."""
 
@@ -127,12 +133,14 @@ class Masters:
                 home.write(segment, value)
                 if segment.index in self._loaded:  # the difference belongs to the weights loaded
                     self._loaded.discard(segment.index)
+                    self._former.forget(bucket.id, segment.offset, segment.end)
                 else:
                     self.reset(segment)
             return
         exact = home.empty(segment, torch.float32).copy_(value.detach())
         with home.changes.meeting(segment.spec.name):
             self._split(segment, segment.offset, row(exact))
+        self._former.forget(bucket.id, segment.offset, segment.end)
 
     def assign_everywhere(self, segment: Segment, value: torch.Tensor) -> None:
         """As `assign`, of all elements, in the memory of the ranks that keep them; nothing else
@@ -187,6 +195,7 @@ class Masters:
     def value(self, segment: Segment) -> torch.Tensor:
         """Return a parameter's master, or without one its weight, as an fp32 tensor of its own."""
         bucket = self._layout.bucket(segment)
+        self.follow([bucket.id])
         home = self._home(bucket)
         exact = home.empty(segment, torch.float32)
         flat = row(exact)
@@ -216,8 +225,7 @@ class Masters:
         there = home.value(segment)
         # first the last row: of a new home that is enough, and nothing comes through pageable RAM
         for rows in (slice(-1, None), ...) if there.dim() else (...,):
-            ours, theirs = there[rows], value[rows].to(there.device)
-            if not torch.equal(ours.view(torch.int16), theirs.view(torch.int16)):
+            if not same_bits(there[rows], value[rows]):
                 return False
         return True
 
@@ -229,7 +237,8 @@ class Masters:
             uses = (home, PinUse.READ), (low, PinUse.FRESH)
             with host_work():
                 for run in self._store.runs(segment.offset, segment.end, *uses):
-                    self._reset(home.part(run), low.part(run), None)
+                    low.part(run).copy_(own_low(home.part(run), low.part(run)))
+            self._former.forget(bucket.id, segment.offset, segment.end)
 
     def written(self, segment: Segment) -> None:
         """A working weight was written, perhaps as a whole; it comes home next."""
@@ -241,16 +250,17 @@ class Masters:
         self._written.discard(segment.index)
 
     def overwriting(self, bucket: Bucket, start: int, end: int) -> Callable[[], None]:
-        """Weights [start, end) at home are about to be overwritten; call the result afterwards."""
+        """Weights [start, end) at home are about to be overwritten; call the result afterwards.
+
+        If a disk fails in between, the next try still knows what they were.
+        """
         if not bucket.has_master:
             return lambda: None
         self.look(bucket)
         with host_work():
-            before = self._before(bucket, start, end)
+            self._former.keep(bucket.id, start, self._home(bucket).part(slice(start, end)))
 
         def landed() -> None:
-            with host_work():
-                self.reset_changed(bucket, start, before)
             kept = self._home(bucket).kept
             for segment in bucket.segments:
                 # what this rank keeps of such a weight comes home as a whole, its end last
@@ -258,7 +268,8 @@ class Masters:
                 if start < last <= end and segment.index in self._written:
                     self.reset(segment)
                     self._written.discard(segment.index)
-            self._unfinished[bucket.id] = self._outside(bucket, start, end)
+            with host_work():
+                self._came(bucket, start, end)
 
         return landed
 
@@ -268,51 +279,69 @@ class Masters:
         if not bucket.has_master:
             return
         self.look(bucket)
+        for segment in bucket.segments:
+            if segment.index in self._written:
+                self.reset(segment)
+                self._written.discard(segment.index)
+            elif before is not None:
+                self.was(segment, before[segment.offset : segment.end])
+
+    def was(self, segment: Segment, before: torch.Tensor) -> None:
+        """A weight at home, in memory order, may differ from ``before``."""
+        bucket, place = self._layout.bucket(segment), slice(segment.offset, segment.end)
         with host_work():
-            if before is not None:
-                self.reset_changed(bucket, 0, before)
-            for segment in bucket.segments:
-                if segment.index in self._written:
-                    self.reset(segment)
-                    self._written.discard(segment.index)
+            if not same_bits(self._home(bucket).part(place), before):
+                self._former.keep(bucket.id, segment.offset, before)
+            self._came(bucket, segment.offset, segment.end)
 
-    def _before(self, bucket: Bucket, start: int, end: int) -> torch.Tensor:
-        """Return a copy of weights that are about to be overwritten; keep it until masters follow.
+    def _came(self, bucket: Bucket, start: int, end: int) -> None:
+        """Weights [start, end), which can be read, may differ from what they were."""
+        home = self._home(bucket)
+        for segment in bucket.segments:
+            first, last = max(start, segment.offset), min(end, segment.end)
+            for former in self._former.of(bucket.id, first, last):
+                place = former.start, former.end
+                is_same = same_bits(home.part(slice(*place)), former.weights)
+                if self._layout.is_shared and (former.low is not None or not is_same):
+                    self._follow(bucket, self._with_low(bucket, former))
+                if is_same:
+                    self._former.forget(bucket.id, *place)
+        self._former.to_ram(bucket.id)
 
-        If a disk failed before they had, weights at home are new already: the next try still knows
-        which ones have changed.
-        """
-        before = self._home(bucket).part(slice(start, end)).clone()
-        for at, old in self._unfinished.get(bucket.id, ()):
-            first, last = max(at, start), min(at + old.numel(), end)
-            if first < last:
-                before[first - start : last - start] = old[first - at : last - at]
-        kept = Overwritten(start, before)
-        self._unfinished[bucket.id] = [*self._outside(bucket, start, end), kept]
-        return before
+    def _with_low(self, bucket: Bucket, former: Former) -> Former:
+        """Remember the ``low`` of former weights, too, before it follows."""
+        if former.low is not None:
+            return former
+        low = self.low(bucket)
+        runs = self._store.runs(former.start, former.end, (low, PinUse.READ))
+        former = former.copy()._replace(low=torch.cat([low.part(run).clone() for run in runs]))
+        self._former.forget(bucket.id, former.start, former.end)
+        self._former.put(bucket.id, former)
+        return former
 
-    def _outside(self, bucket: Bucket, start: int, end: int) -> list[Overwritten]:
-        """Return what is kept of a bucket apart from elements [start, end)."""
-        rest: list[Overwritten] = []
-        for at, old in self._unfinished.get(bucket.id, ()):
-            before, after = old[: max(0, start - at)], old[max(0, end - at) :]
-            rest += [Overwritten(at, before)] if before.numel() else []
-            rest += [Overwritten(max(at, end), after)] if after.numel() else []
-        return rest
+    def follow(self, bucket_ids: Sequence[int] | None = None) -> None:
+        """Make the weights that differ from what they were their own masters, of some buckets or of
+        all; see [Note: what masters follow]."""
+        pending = self._former.buckets
+        for bucket_id in pending if bucket_ids is None else bucket_ids:
+            bucket = self._layout.buckets[bucket_id]
+            for former in self._former.of(bucket_id, 0, bucket.segments[-1].end):
+                if former.low is None:
+                    with host_work():
+                        self._follow(bucket, former)
+                self._former.forget(bucket_id, former.start, former.end)
 
-    def reset_changed(self, bucket: Bucket, start: int, before: torch.Tensor) -> None:
-        """Make the weights from element ``start`` that differ from ``before`` their own masters."""
-        home, end = self._home(bucket), start + before.numel()
-        changed = home.part(slice(start, end)).view(torch.int16) != before.view(torch.int16)
-        if not changed.is_meta and bool(changed.any()):  # without bytes, nothing is written
-            low = self.low(bucket)
-            for run in low.runs(start, end, PinUse.WRITE):
-                where = changed[run.start - start : run.stop - start]
-                self._reset(home.part(run), low.part(run), where)
-
-    def _reset(self, home: torch.Tensor, low: torch.Tensor, where: torch.Tensor | None) -> None:
-        fresh = home.float() if low.dtype is torch.float32 else torch.zeros_like(low)
-        low.copy_(fresh if where is None else torch.where(where, fresh, low))
+    def _follow(self, bucket: Bucket, former: Former) -> None:
+        """Give weights that differ from ``former`` masters of their own, and the others theirs."""
+        home, low = self._home(bucket), self.low(bucket)
+        uses = (home, PinUse.READ), (low, PinUse.WRITE)
+        for run in self._store.runs(former.start, former.end, *uses):
+            was = former.part(run.start, run.stop)
+            assert was is not None
+            part, now = home.part(run), low.part(run)
+            changed = part.view(torch.int16) != was.weights.to(part.device).view(torch.int16)
+            kept = now if was.low is None else was.low.to(now.device)
+            now.copy_(torch.where(changed, own_low(part, now), kept))
 
     # -- state dicts -----------------------------------------------------------------------------
 
@@ -331,22 +360,26 @@ class Masters:
             )
         self.low(bucket).write(segment, low)
         self._loaded.add(segment.index)
+        self._former.forget(bucket.id, segment.offset, segment.end)
 
     def settle(self) -> None:
-        """An update uses the masters: from now on a written weight is its own master again."""
+        """An update uses the masters, and everything is at home: from now on a written weight is
+        its own master again."""
         self._loaded.clear()
+        self._written.clear()  # a write through a state dict is noted, too, and does not come home
 
     def forget(self) -> None:
         """Weights and masters were both replaced by ones that belong together."""
         self._loaded.clear()
         self._written.clear()
-        self._unfinished.clear()
+        self._former.clear()
 
     def saved(self, segment: Segment) -> torch.Tensor | None:
         """Return a parameter's ``low`` for a state dict, as an alias; None without a master."""
         bucket = self._layout.bucket(segment)
         if not bucket.has_master:
             return None
+        self.follow([bucket.id])
         return handle(self._store, self.low(bucket), segment).detach()
 
 
