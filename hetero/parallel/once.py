@@ -11,8 +11,8 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import nn
-from torch.distributed.pipelining import PipelineStage
 
+from hetero.parallel.tied import RankStage
 from hetero.train.model.units import MARK
 
 
@@ -44,7 +44,7 @@ class Once:
         return kept
 
 
-class OnceStage(PipelineStage):
+class OnceStage(RankStage):
     """A stage whose rank exchanges gradients in its last backward pass of a step."""
 
     def __init__(self, *args: Any, once: Once, **given: Any) -> None:

@@ -94,7 +94,7 @@ class RankStages:
                 f"exchange={exchange!r}", advice=f"use one of {', '.join(map(repr, EXCHANGES))}"
             )
         n_passes = n_micro_batches * len(self.stages)
-        make = stage_class() if exchange == "pass" else once_class(self.stages, n_passes)
+        make = stage_class(self.stages, n_passes if exchange == "step" else None)
         there = [
             make(stage, index, self.n_stages, torch.device(device), group=self.group)
             for stage, index in zip(self.stages, self.indices, strict=True)
@@ -236,19 +236,15 @@ def call_of(model: nn.Module) -> dict[str, Any]:
 # -- schedules -----------------------------------------------------------------------------------
 
 
-def stage_class() -> Any:
-    """Return torch's class of a schedule's stage."""
-    from torch.distributed.pipelining import PipelineStage  # a second to import
+def stage_class(stages: nn.ModuleList, n_passes: int | None) -> Any:
+    """Return what makes the stages of a rank's schedule; if they exchange gradients once, that is
+    in the last of the rank's ``n_passes`` backward passes of a step."""
+    from hetero.parallel.once import Once, OnceStage  # which import torch's
+    from hetero.parallel.tied import RankStage, Tied
 
-    return PipelineStage
-
-
-def once_class(stages: nn.ModuleList, n_passes: int) -> Any:
-    """Return what makes stages of a schedule that exchange gradients in the last of the rank's
-    ``n_passes`` backward passes of a step."""
-    from hetero.parallel.once import Once, OnceStage  # which imports torch's
-
-    return partial(OnceStage, once=Once(stages, n_passes))
+    if n_passes is None:
+        return partial(RankStage, tied=Tied(stages))
+    return partial(OnceStage, tied=Tied(stages), once=Once(stages, n_passes))
 
 
 def kind_of(schedule: Any) -> Any:

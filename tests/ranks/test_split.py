@@ -638,10 +638,7 @@ def test_an_embedding_that_a_head_on_another_rank_uses_is_refused_on_all_ranks()
 
 def tied_in_a_v(rank: int, is_prepared: bool) -> dict[str, torch.Tensor]:
     """Train the stages of a V, of which the first rank has embedding and head."""
-    torch.manual_seed(0)
-    config = {"vocab": WORDS, "width": WIDTH, "layers": BLOCKS, "heads": 4, "context": LENGTH}
-    model = GPT(GPTConfig(**config, tied_head=True, checkpoint_blocks=False))
-    found = split(model, {"pp": 2}, "ZBVZeroBubble", batch=words(0)[:1])
+    found = split(tied_model(), {"pp": 2}, "ZBVZeroBubble", batch=words(0)[:1])
     stages, optimizer = found.stages, torch.optim.AdamW(found.stages.parameters(), lr=1e-2)
     if is_prepared:
         settings = {**SETTINGS, "mesh": {"pp": 2}, "hbm": 2 * HBM}
@@ -652,6 +649,47 @@ def tied_in_a_v(rank: int, is_prepared: bool) -> dict[str, torch.Tensor]:
         optimizer.step()
         optimizer.zero_grad()
     return {name: value.clone() for name, value in stages.state_dict().items()}
+
+
+def tied_model() -> GPT:
+    torch.manual_seed(0)
+    config = {"vocab": WORDS, "width": WIDTH, "layers": BLOCKS, "heads": 4, "context": LENGTH}
+    return GPT(GPTConfig(**config, tied_head=True, checkpoint_blocks=False))
+
+
+def gradients_in_a_v(rank: int, kind: str, is_prepared: bool) -> dict[str, torch.Tensor]:
+    """Return the gradients of two steps, the first of which came to nothing."""
+    found = split(tied_model(), {"pp": 2}, kind, batch=words(0)[:1])
+    stages, optimizer = found.stages, torch.optim.SGD(found.stages.parameters(), lr=0.1)
+    if is_prepared:
+        settings = {**SETTINGS, "mesh": {"pp": 2}, "hbm": 2 * HBM}
+        stages, optimizer = hetero.prepare(stages, optimizer, **settings)
+    schedule = found.schedule(MICRO_BATCHES, loss_of)
+    for number in range(2):
+        optimizer.zero_grad()
+        stepped(found, schedule, words(number))
+    return {
+        stage.in_whole(name): param.grad.clone()
+        for stage in stages
+        for name, param in stage.named_parameters()
+    }
+
+
+@pytest.mark.campaign(seconds=4)
+@pytest.mark.parametrize("is_prepared", [False, True], ids=["plain", "prepared"])
+@pytest.mark.parametrize("kind", ["ZBVZeroBubble", "DualPipeV"])
+def test_the_gradient_of_a_tied_weight_is_the_mean_over_micro_batches(
+    kind: str, is_prepared: bool
+) -> None:
+    model = tied_model()
+    for ids in words(1):
+        (loss_of(model(ids[None]), ids[None]) / MICRO_BATCHES).backward()
+    expected = {name: param.grad for name, param in model.named_parameters()}
+    ranks = run_ranks(2, gradients_in_a_v, kind, is_prepared)
+    found = {name: grad for rank in ranks for name, grad in rank.items() if name in expected}
+    assert found.keys() == expected.keys()
+    for name, grad in found.items():
+        torch.testing.assert_close(grad, expected[name], rtol=1e-4, atol=1e-6, msg=name)
 
 
 def both_in_a_v(rank: int) -> bool:
