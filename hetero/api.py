@@ -30,6 +30,7 @@ from hetero.train.engine.assemble import assemble
 from hetero.train.engine.blueprint import draw
 from hetero.train.engine.check import check_codes, check_model, check_pair
 from hetero.train.engine.engine import Engine
+from hetero.train.engine.lacking import lacking, refuse_lacking
 from hetero.train.engine.parted import check_parted
 from hetero.train.engine.tuning import Tuning
 from hetero.train.model.empty import empty_parameters
@@ -100,9 +101,10 @@ def prepare_tuned(
         pipeline = open_pipeline(model, config.mesh, config.timeout_seconds)
         undo.callback(pipeline.close)
         if pipeline.company is not None:
-            check_stages_alike(pipeline.company, config)
+            check_stages_alike(pipeline.company, model, optimizer, config)
         context = undo.enter_context(closing(open_context(config.mesh, config.timeout_seconds)))
-        engine = _engine(model, optimizer, config, tuning or Tuning())
+        is_stage = pipeline.company is not None
+        engine = _engine(model, optimizer, config, tuning or Tuning(), is_stage=is_stage)
         undo.callback(engine.release)
         pipeline.meet("prepare")
         undo.pop_all()
@@ -115,12 +117,19 @@ def prepare_tuned(
 
 
 def _engine(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config, tuning: Tuning
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    config: Config,
+    tuning: Tuning,
+    *,
+    is_stage: bool,
 ) -> Engine:
     """Return the engine of this rank's model."""
     parts = parts_of(model)
     check_model(model, weights=config.weights is not None, parts=parts)
     inner = check_pair(model, optimizer)
+    if not is_stage:
+        refuse_lacking([lacking(model, inner, config)])
     check_parted(model, inner, parts)
     device = open_device(config.device)
     comm = open_comm(

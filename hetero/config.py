@@ -227,9 +227,9 @@ def checked_one(key: str, value: Any, known: list[str]) -> Any:
 
 def contradictions(given: Mapping[str, Any]) -> Iterator[str]:
     """Yield each pair of settings that exclude each other."""
-    if given.get("mesh") is not None:
-        yield from without_mesh(given)
     if given.get("updates") == "backward":
+        if given.get("mesh") is not None and not divides_tensors_alone(given["mesh"]):
+            yield "mesh= with updates='backward': gradients are summed when backward is over"
         whole = " needs all gradients before the first update, and updates='backward' does not wait"
         if given.get("max_grad_norm") is not None:
             yield "max_grad_norm=" + whole
@@ -237,10 +237,13 @@ def contradictions(given: Mapping[str, Any]) -> Iterator[str]:
             yield "precision='fp16', which skips steps whose gradients are not finite," + whole
 
 
-def without_mesh(given: Mapping[str, Any]) -> Iterator[str]:
-    """Yield each setting that several ranks cannot have in this version."""
-    if given.get("updates") == "backward":
-        yield "mesh= with updates='backward': gradients are summed when backward is over"
+def divides_tensors_alone(mesh: Any) -> bool:
+    """Whether each rank of a mesh has a part of every tensor, and all else as one process has."""
+    names = getattr(mesh, "mesh_dim_names", None)
+    sizes = dict(zip(names, mesh.shape, strict=False)) if names else mesh
+    return isinstance(sizes, Mapping) and all(
+        size == 1 for axis, size in sizes.items() if axis != "tp"
+    )
 
 
 def unknown_key(key: str, known: list[str]) -> str:

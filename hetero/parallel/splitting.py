@@ -146,9 +146,9 @@ def split(
             shares its modules with the stages.
         mesh: as `Config.mesh`, with an axis "pp".
         schedule: a class of torch.distributed.pipelining, or its name.
-        batch: arguments of one micro-batch, by whose shapes units are weighed: a tensor, a sequence
-            of positional ones, or a mapping, whose first value is the positional one (the others
-            are passed to the schedule's step by name). None: ids of a usual length.
+        batch: arguments of one micro-batch, by whose shapes units are weighed: a tensor, or a
+            mapping, whose first value is the positional one (the others are passed to the
+            schedule's step by name). None: ids of a usual length.
         call: arguments of every call that are no tensors.
         loss: of the model's output; it weighs on the last stage.
         stages_per_rank: of schedules that take several; None: two.
@@ -216,7 +216,7 @@ def refused(error: ValueError, n_micro_batches: int, n_stages: int) -> ConfigErr
 
 
 def sample_of(model: nn.Module, batch: Any, bound: Mapping[str, Any]) -> Call:
-    """Return the call of one micro-batch."""
+    """Return the call of one micro-batch; ConfigError for one with several positional arguments."""
     if batch is None:
         found = sample(model)
     elif isinstance(batch, Mapping):
@@ -224,6 +224,12 @@ def sample_of(model: nn.Module, batch: Any, bound: Mapping[str, Any]) -> Call:
         found = Call((first[1],), dict(others))
     else:
         found = Call(tuple(batch) if isinstance(batch, (tuple, list)) else (batch,))
+    if len(found.args) > 1:
+        raise ConfigError(
+            f"batch= has {len(found.args)} positional arguments, and a schedule gives those to the"
+            " first stage alone",
+            advice="pass a mapping of names, and all but the first by name to the schedule's step",
+        )
     return Call(found.args, {**bound, **found.kwargs})
 
 

@@ -27,6 +27,7 @@ from hetero.rehearse.mesh_work import MeshWork, mesh_work
 from hetero.rehearse.models import META
 from hetero.rehearse.plan import settings_of
 from hetero.rehearse.rehearsal import Rehearsal, Scene, rehearse
+from hetero.train.engine.lacking import lacking, refuse_lacking
 from hetero.types import Tier
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -213,6 +214,7 @@ def stages_of(work: MeshWork) -> list[RehearsedStage]:
         [share for share, owner in zip(cut, ranks, strict=True) if owner == rank]
         for rank in range(work.depth)
     ]
+    refuse_lacking([lacking(stages_in(work, own), None, work.config) for own in shares])
     kinds: list[tuple[Any, ...]] = [
         tuple((each.n_layers, each.opens, each.closes) for each in own) for own in shares
     ]
@@ -262,10 +264,15 @@ def rehearsed(work: MeshWork, rank: int, shares: Sequence[StageShare]) -> Rehear
     )
 
 
+def stages_in(work: MeshWork, shares: Sequence[StageShare]) -> nn.Module:
+    """Return the model of a rank."""
+    stages = [decoder(work.shape, share) for share in shares]
+    return stages[0] if len(stages) == 1 else nn.ModuleList(stages)
+
+
 def scene_of_stage(work: MeshWork, shares: Sequence[StageShare], order: Sequence[Pass]) -> Scene:
     """Return what a rank does in a step."""
-    stages = [decoder(work.shape, share) for share in shares]
-    model = stages[0] if len(stages) == 1 else nn.ModuleList(stages)
+    model = stages_in(work, shares)
     tokens = torch.empty(work.micro_batch, work.sequence, dtype=torch.long, device=META)
     return Scene(
         model=model,

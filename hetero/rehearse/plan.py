@@ -45,6 +45,7 @@ from hetero.report.peaks import Peak
 from hetero.report.run import Run
 from hetero.report.views import REHEARSED, Sidecar, WhatIf
 from hetero.train.engine.budget import paging_bytes
+from hetero.train.engine.lacking import lacking, refuse_lacking
 from hetero.train.update.trial import check_optimizer
 from hetero.types import Kind, Tier, format_bytes
 
@@ -196,6 +197,7 @@ def scene_of(
     twin = twin_of(described.model, optimizer)
     if twin.optimizer is not None:
         check_optimizer(twin.optimizer)
+    refuse_lacking([lacking(twin.model, twin.optimizer, config)])
     trained = [p for p in twin.model.parameters() if p.requires_grad]
     return Scene(
         model=twin.model,

@@ -42,9 +42,9 @@ def split(
         mesh: as for `hetero.prepare`, with an axis "pp".
         schedule: a class of torch.distributed.pipelining, or its name.
         profile: the machine, as for `hetero.plan`.
-        batch: arguments of one micro-batch, by whose shapes units are weighed: a tensor, a sequence
-            of positional ones, or a mapping, whose first value is the positional one (the others
-            are passed to the schedule's step by name). None: ids of a usual length.
+        batch: arguments of one micro-batch, by whose shapes units are weighed: a tensor, or a
+            mapping, whose first value is the positional one (the others are passed to the
+            schedule's step by name). None: ids of a usual length.
         call: arguments of every call that are no tensors.
         loss: of the model's output; it weighs on the last stage.
         stages_per_rank: of schedules that take several; None: two.

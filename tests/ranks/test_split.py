@@ -623,6 +623,12 @@ def test_stages_with_masters_train_as_the_model_with_masters(name: str) -> None:
 # -- tied weights --------------------------------------------------------------------------------
 
 
+def test_a_second_positional_argument_is_refused() -> None:
+    """A schedule would give it to the first stage alone."""
+    with pytest.raises(ConfigError, match="2 positional arguments"):
+        sample_of(made("gpt"), (words(0), words(0)), {})
+
+
 def tied_split(rank: int, schedule: str) -> None:
     config = {"vocab": WORDS, "width": WIDTH, "layers": BLOCKS, "heads": 4, "context": LENGTH}
     split(GPT(GPTConfig(**config, tied_head=True)), {"pp": 2}, schedule)

@@ -17,6 +17,7 @@ from hetero.device import Device, n_accelerators
 from hetero.device.comm import Comm, Company
 from hetero.errors import ConfigError, DivergenceError
 from hetero.train.engine.blueprint import Blueprint
+from hetero.train.engine.lacking import lacking, refuse_lacking
 from hetero.train.gradients.slot import NONE, LazyGrad
 from hetero.train.model.parts import Parts
 from hetero.train.update.rules import Group, bytes_of
@@ -64,11 +65,20 @@ def check_parts_alike(
     )
 
 
-def check_stages_alike(everyone: Company, config: Config) -> None:
-    """Raise DivergenceError on all ranks unless stages are prepared for the same model."""
+def check_stages_alike(
+    everyone: Company, model: nn.Module, optimizer: object, config: Config
+) -> None:
+    """Raise DivergenceError on all ranks unless stages are prepared for the same model, and
+    ConfigError for what none of them has."""
     settings = {f"the setting {key}=": repr(getattr(config, key)) for key in OF_ALL_STAGES}
-    advice = "give all stages of a pipeline the same settings"
-    compare(everyone, settings, "settings of stages", advice=advice)
+    settings["what is prepared"] = f"stages with {'no' if optimizer is None else 'an'} optimizer"
+    compare(
+        *(everyone, settings, "settings of stages"),
+        advice="give all stages of a pipeline the same settings, and an optimizer each, where all"
+        " parameters are frozen, too",
+    )
+    rows = everyone.agree(pickle.dumps(lacking(model, optimizer, config)), "parts of stages")
+    refuse_lacking([pickle.loads(row) for row in rows])  # of this very program
 
 
 def compare(comm: Company, facts: Mapping[str, str], what: str, *, advice: str) -> None:

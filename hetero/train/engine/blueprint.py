@@ -228,13 +228,12 @@ def codecs_of(
 
     Only frozen matrices do, whether or not an optimizer lists them: norms and biases are small, and
     each of their numbers matters. One that is not contiguous keeps its memory format.
-    Raises ConfigError if a codec is set and no parameter is to be coded.
     """
     codec = CODECS[config.frozen]
     if codec.exact:
         return {}
-    kept = named_by(model, "keep_exact", config.keep_exact)
-    found = {
+    kept = named_by(model, config.keep_exact)
+    return {
         id(p): codec
         for _, p in pages(model)
         if not p.requires_grad
@@ -243,13 +242,6 @@ def codecs_of(
         and p.is_contiguous()
         and id(p) not in kept
     }
-    if not found:
-        raise ConfigError(
-            f"frozen={config.frozen!r}, and no matrix of the model is frozen",
-            advice="freeze the base model first (peft.get_peft_model does; model.requires_grad_"
-            "(False) for inference), or drop frozen=",
-        )
-    return found
 
 
 def unit_needs(

@@ -337,10 +337,6 @@ def check_pair(model: nn.Module, optimizer: object) -> torch.optim.Optimizer | N
     if plain is None:
         return None
     check_optimizer(plain)
-    if not any(p.requires_grad for g in plain.param_groups for p in g["params"]):
-        raise ConfigError(
-            "the optimizer has no trainable parameter", advice="prepare without an optimizer"
-        )
     return plain
 
 

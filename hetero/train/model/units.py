@@ -9,8 +9,6 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-from hetero.errors import ConfigError
-
 MARK = "_hetero_engine"  # on a prepared model
 STANDS_FOR = "hetero_stands_for"  # on what is in a block's place that is elsewhere: its class
 PART = "_hetero_part"  # on every module of prepared models: how many have it
@@ -63,14 +61,8 @@ def units_of(model: nn.Module, name: str) -> Iterator[Unit]:
 
 
 def named_units(model: nn.Module, patterns: Sequence[str]) -> list[Unit]:
-    """Return the outermost modules that match a pattern; one that matches nothing is an error."""
+    """Return the outermost modules that match a pattern."""
     names = dict(model.named_modules())
-    for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in names):
-            raise ConfigError(
-                f"units: {pattern!r} matches no module",
-                advice=f"names look like {', '.join(list(names)[1:5])}",
-            )
     chosen = [name for name in names if any(fnmatchcase(name, p) for p in patterns)]
     outer = [n for n in chosen if not any(n != m and inside(n, m) for m in chosen)]
     return [Unit(name, names[name]) for name in outer]

@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from hetero.errors import ConfigError, StateError
+from hetero.errors import StateError
 from hetero.memory.extent import PinUse, overlap
 from hetero.memory.home import Home, memory_of
 from hetero.memory.homestore import HomeStore
@@ -36,11 +36,8 @@ LOW = "low"
 def working_dtypes(
     model: nn.Module, precision: str, keep_fp32: Sequence[str]
 ) -> dict[int, torch.dtype]:
-    """Return the dtype of every parameter while the model computes, by the parameter's id.
-
-    Raises ConfigError for a pattern of ``keep_fp32`` that names no module.
-    """
-    kept = named_by(model, "keep_fp32", keep_fp32)
+    """Return the dtype of every parameter while the model computes, by the parameter's id."""
+    kept = named_by(model, keep_fp32)
     working = WORKING.get(precision)
     found: dict[int, torch.dtype] = {}
     for param in model.parameters():
@@ -50,19 +47,14 @@ def working_dtypes(
     return found
 
 
-def named_by(model: nn.Module, setting: str, patterns: Sequence[str]) -> set[int]:
+def named_by(model: nn.Module, patterns: Sequence[str]) -> set[int]:
     """Return the ids of the parameters of all modules that a pattern names."""
-    kept: set[int] = set()
-    modules = dict(model.named_modules(remove_duplicate=False))
-    for pattern in patterns:
-        named = [m for name, m in modules.items() if fnmatchcase(name, pattern)]
-        if not named:
-            raise ConfigError(
-                f"{setting}: {pattern!r} matches no module",
-                advice=f"names look like {', '.join(list(modules)[1:5])}",
-            )
-        kept.update(id(p) for module in named for p in module.parameters())
-    return kept
+    return {
+        id(param)
+        for name, module in model.named_modules(remove_duplicate=False)
+        if any(fnmatchcase(name, pattern) for pattern in patterns)
+        for param in module.parameters()
+    }
 
 
 def low_dtype(precision: str) -> torch.dtype | None:
