@@ -24,6 +24,8 @@ from accelerate.utils import ProjectConfiguration  # noqa: E402
 import hetero  # noqa: E402
 from hetero.errors import BudgetError, ConfigError, StateError  # noqa: E402
 from hetero.integrations.accelerate import HeteroAccelerator, HeteroPlugin  # noqa: E402
+from hetero.testing.ranks import run_ranks  # noqa: E402
+from tests.integrations import ranks as ranks_script  # noqa: E402
 from tests.integrations.models import Tied  # noqa: E402
 
 HBM = 60_000
@@ -506,10 +508,16 @@ def test_the_standard_launcher_starts_it_with_its_standard_file(tmp_path: Path) 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    """What two processes found."""
+    """What two processes found, with what a launcher tells them."""
     folder = tmp_path_factory.mktemp("ranks")
-    run_script(folder, "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+    run_ranks(2, script_of_a_rank, folder)
     return [torch.load(folder / f"{rank}.pt") for rank in (0, 1)]
+
+
+def script_of_a_rank(rank: int, folder: Path) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0", WORLD_SIZE="2")
+    afresh_state()
+    ranks_script.main(str(folder))
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import hashlib
 import json
 import os
 import shlex
@@ -23,6 +24,7 @@ from hetero.train.update.device_kernel import (
     DeviceLibrary,
     KernelKind,
 )
+from tests.emulator.build import cache, locked
 from tests.train.test_formulas import CASES, rule
 
 HERE = Path(__file__).parent
@@ -77,15 +79,28 @@ def compile_by(*words: str) -> None:
 
 @functools.cache
 def fake() -> ctypes.CDLL:
-    """Return the library of kernels, NVRTC and driver, compiled once a process."""
-    with tempfile.TemporaryDirectory() as folder:
-        unit, part, made = (Path(folder) / f"fake.{end}" for end in ("cpp", "o", "so"))
-        unit.write_text(text(), encoding="utf-8")
-        compile_by(*FLAGS.split(), CHECKED, "-c", str(unit), "-o", str(part))
-        compile_by("-shared", str(part), "-o", str(made))
-        library = ctypes.CDLL(str(made))
+    """Return the library of kernels, NVRTC and driver, compiled once for its text."""
+    source, command = text(), [*compiler(), *FLAGS.split(), CHECKED]
+    version = subprocess.run([*compiler(), "--version"], capture_output=True, text=True).stdout
+    key = "\0".join([source, *command, version])
+    target = cache() / hashlib.sha256(key.encode()).hexdigest()[:16] / "kernels.so"
+    if not target.exists():
+        with locked(target.parent):
+            if not target.exists():
+                build(source, target)
+    library = ctypes.CDLL(str(target))
     library.fake_calls.restype = ctypes.c_char_p
     return library
+
+
+def build(source: str, target: Path) -> None:
+    """Compile; the name appears when the file is whole."""
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        unit, part, made = (Path(folder) / f"fake.{end}" for end in ("cpp", "o", "so"))
+        unit.write_text(source, encoding="utf-8")
+        compile_by(*FLAGS.split(), CHECKED, "-c", str(unit), "-o", str(part))
+        compile_by("-shared", str(part), "-o", str(made))
+        os.replace(made, target)
 
 
 def calls() -> list[str]:
