@@ -26,6 +26,7 @@ PARSERS: list[Parser] = [
 SAMPLE, ALL = 25, 2000
 
 
+@pytest.mark.campaign(seconds=3)
 @pytest.mark.parametrize("parser", PARSERS, ids=lambda parser: parser.name)
 def test_a_file_that_was_tampered_with_is_read_or_refused(parser: Parser, tmp_path: Path) -> None:
     check(parser, tmp_path, SAMPLE)

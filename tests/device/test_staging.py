@@ -197,7 +197,14 @@ def test_a_budget_of_page_locked_memory_changes_no_bit(
     assert fake.pinned_bytes() <= before
 
 
-@pytest.mark.parametrize("accepted", [0, 60 * KIB, 120 * KIB])
+@pytest.mark.parametrize(
+    "accepted",
+    [
+        0,
+        pytest.param(60 * KIB, marks=pytest.mark.campaign(seconds=1.5)),
+        pytest.param(120 * KIB, marks=pytest.mark.campaign(seconds=1.5)),
+    ],
+)
 def test_memory_that_cuda_refuses_half_way_is_staged_and_nothing_stays_registered(
     watched: None, accepted: int
 ) -> None:

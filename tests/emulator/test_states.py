@@ -48,7 +48,9 @@ def places(optimizer: Any) -> set[tuple[str, str]]:
     return {(k, v.device.type) for s in states for k, v in s.items() if isinstance(v, Tensor)}
 
 
-@pytest.mark.parametrize("make", [adafactor, fused])
+@pytest.mark.parametrize(
+    "make", [adafactor, pytest.param(fused, marks=pytest.mark.campaign(seconds=1))]
+)
 def test_a_checkpoint_of_an_optimizer_goes_on(watched: None, make: Make, tmp_path: Path) -> None:
     first, again = net(), net()
     model, optimizer = prepared(first, make(first.parameters()))

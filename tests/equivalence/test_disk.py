@@ -748,7 +748,12 @@ class Beside:
         return self.model.state_dict(), self.ours.state_dict()
 
 
-@pytest.fixture(params=[(sgd, None), (adamw, 4)], ids=["sgd-cpu", "adamw-sim"])
+@pytest.fixture(
+    params=[
+        pytest.param((adamw, 4), id="adamw-sim"),
+        pytest.param((sgd, None), id="sgd-cpu", marks=pytest.mark.campaign(seconds=1)),
+    ]
+)
 def beside(disk: Path, request: pytest.FixtureRequest) -> Beside:
     found = Beside(disk, *request.param)
     found.train(2)

@@ -241,7 +241,14 @@ def test_release_gives_them_back(tmp_path: Path) -> None:
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(*found, strict=True))
 
 
-@pytest.mark.parametrize("after", [0, 1, 4])
+@pytest.mark.parametrize(
+    "after",
+    [
+        0,
+        pytest.param(1, marks=pytest.mark.campaign(seconds=2)),
+        pytest.param(4, marks=pytest.mark.campaign(seconds=2)),
+    ],
+)
 def test_a_drive_that_fails_while_they_come_leaves_them_on_disk(
     after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -683,6 +683,7 @@ scenes = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.campaign(seconds=1.5)
 @scenes
 @pytest.mark.parametrize("place", BUDGETS)
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])

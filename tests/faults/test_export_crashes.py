@@ -222,6 +222,7 @@ def crashes(story: Story, model: Model, judge: Judge, since: int = 0) -> Counter
 # -- what is asked of them -------------------------------------------------------------------------
 
 
+@pytest.mark.campaign(seconds=0.5)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("old", "new"), PAIRS)
 def test_every_crash_of_an_export_leaves_the_old_directory_or_the_new_one(

@@ -90,6 +90,7 @@ def outcome(act: Callable[[], object]) -> str:
 # -- saves ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.campaign(seconds=2)
 @pytest.mark.parametrize("times", [1, None], ids=["once", "forever"])
 @pytest.mark.parametrize("number", ERRORS, ids=errno.errorcode.get)
 def test_an_operation_that_fails_loses_nothing_and_the_next_save_works(

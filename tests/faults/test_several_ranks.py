@@ -271,6 +271,7 @@ def test_elements_that_are_twice_or_nowhere_are_refused(by: int, text: str, tmp_
         load(tmp_path)
 
 
+@pytest.mark.campaign(seconds=1)
 @pytest.mark.parametrize("rank", range(N))
 @pytest.mark.parametrize("op", ["create", "reserve", "write", "sync", "sync_folder", "rename"])
 def test_a_drive_that_fails_one_rank_fails_all(rank: int, op: str, tmp_path: Path) -> None:

@@ -307,7 +307,9 @@ def test_every_transfer_of_a_step_may_fail(
     print(f"{calls} faults, {dict(outcomes)}")
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(n, marks=pytest.mark.campaign(seconds=2)) for n in (1, 2))]
+)
 def test_a_disk_on_which_anything_may_fail_at_any_time_trains_bitwise(
     disk: Path, seed: int
 ) -> None:

@@ -211,7 +211,9 @@ def masters_of(gpu: Gpu, precision: str, share: float | None, tuning: Tuning) ->
     return b"".join(found)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize(
+    "precision", ["bf16", pytest.param("fp16", marks=pytest.mark.campaign(seconds=4))]
+)
 def test_masters_are_the_same_wherever_their_updates_run(precision: str, gpu: Gpu) -> None:
     """The written formulas are IEEE, one rounding at a time: CPU and CUDA have the same bits."""
     tunings = [

@@ -107,6 +107,7 @@ def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
     assert all(torch.equal(found[k], expected[k]) for k in expected)
 
 
+@pytest.mark.campaign(seconds=1.2)
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_a_script_gives_the_same_numbers(order: str, accumulation: int) -> None:

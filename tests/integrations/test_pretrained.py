@@ -105,6 +105,7 @@ def same_state(left: nn.Module, right: nn.Module) -> None:
         assert torch.equal(a[name], b[name]), name
 
 
+@pytest.mark.campaign(seconds=1)
 @pytest.mark.parametrize("shards", ["1GB", "20KB"])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_is_what_transformers_loads(name: str, shards: str, tmp_path: Path) -> None:

@@ -109,6 +109,7 @@ def values(model: Any) -> list[torch.Tensor]:
     return [value.clone() for value in model.state_dict().values()]
 
 
+@pytest.mark.campaign(seconds=2.2)
 @pytest.mark.parametrize("codec", ["int8", "nf4"])
 @pytest.mark.parametrize("make", [sgd, adamw])
 def test_lora_over_codes_is_lora_over_rounded_weights(codec: str, make: Any) -> None:
@@ -119,6 +120,7 @@ def test_lora_over_codes_is_lora_over_rounded_weights(codec: str, make: Any) -> 
     same(values(plain), values(model), "released weights")
 
 
+@pytest.mark.campaign(seconds=2)
 @pytest.mark.parametrize("place", list(PLACES))
 def test_every_place_gives_the_same_bits(place: str) -> None:
     _, _, _, seen = train_both("nf4", adamw, PLACES[place])
@@ -127,7 +129,9 @@ def test_every_place_gives_the_same_bits(place: str) -> None:
     assert seen.evictions >= 3 or "budget" in place
 
 
-@pytest.mark.parametrize("codec", ["int8", "nf4"])
+@pytest.mark.parametrize(
+    "codec", ["int8", pytest.param("nf4", marks=pytest.mark.campaign(seconds=1))]
+)
 def test_codes_that_lie_on_disk_give_the_same_bits(codec: str, disk: Path) -> None:
     settings = {**SIM, "hbm": 1_700_000, "host": 420_000, "nvme": disk, "chunk_bytes": 8192}
     tuning = Tuning(extent_numel=4096)

@@ -31,6 +31,7 @@ def prepared(make: Any, **settings: Any) -> tuple[nn.Module, nn.Module]:
     return plain, hetero.prepare(make().eval(), **given)
 
 
+@pytest.mark.campaign(seconds=0.5)
 @pytest.mark.parametrize("size", ["5GB", "20KB"])
 @pytest.mark.parametrize("name", MODELS)
 def test_save_pretrained_writes_the_stock_files_byte_by_byte(

@@ -44,6 +44,7 @@ def test_a_published_model_has_as_many_billions_as_its_paper_says(name: str) -> 
     assert round(shape.numel / 1e9, 1) == pytest.approx(ROUND[name], rel=4e-3)
 
 
+@pytest.mark.campaign(seconds=0.5)
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_published_model_is_built_with_the_parameters_that_it_has(name: str) -> None:
     others = HEAD_OF_BERT - POOLER_OF_BERT if name.startswith("bert") else 0

@@ -155,7 +155,11 @@ def test_no_rank_updates_before_all_have_come_to_the_step() -> None:
     run_ranks(2, reads_late)
 
 
-@pytest.mark.parametrize("one_sided", [True, False], ids=["read", "gathered"])
+@pytest.mark.parametrize(
+    "one_sided",
+    [True, pytest.param(False, marks=pytest.mark.campaign(seconds=2))],
+    ids=["read", "gathered"],
+)
 def test_slow_updates_of_one_rank_change_no_bit(one_sided: bool) -> None:
     run = replace(RUN, slow=1, one_sided=one_sided)
     expected = by_torch(run, 2)

@@ -189,7 +189,7 @@ def fail() -> None:
     raise Planted("planted")
 
 
-@pytest.mark.parametrize("slow", [0, 1])
+@pytest.mark.parametrize("slow", [0, pytest.param(1, marks=pytest.mark.campaign(seconds=2))])
 def test_a_sum_on_hbm_that_fails_on_one_rank_is_told_to_all(slow: int) -> None:
     (ends, found), (others, other) = run_ranks(2, fails, slow)
 

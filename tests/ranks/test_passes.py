@@ -79,7 +79,7 @@ def by_ranks(rank: int, settings: dict[str, Any]) -> Found:
     return state
 
 
-@pytest.mark.parametrize("n_ranks", [2, 3])
+@pytest.mark.parametrize("n_ranks", [2, pytest.param(3, marks=pytest.mark.campaign(seconds=1))])
 def test_a_gradient_that_a_later_pass_leaves_out_keeps_its_sum(n_ranks: int) -> None:
     expected = by_hand(n_ranks)
     for each in run_ranks(n_ranks, by_ranks, {"device": "cpu:sim", "hbm": 100_000}):

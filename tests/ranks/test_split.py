@@ -120,6 +120,7 @@ def in_order(stages: list[ModelStage], x: torch.Tensor, **kwargs: Any) -> torch.
 # -- the stages in their order -------------------------------------------------------------------
 
 
+@pytest.mark.campaign(seconds=2)
 @pytest.mark.parametrize(  # of seven stages the last one has what comes after the blocks
     ("kind", "n_stages"), [("gpt", 2), ("gpt", 7), ("llama", 7), ("gpt2", 3), ("sequential", 8)]
 )
@@ -554,7 +555,9 @@ def evaluates_between(rank: int, name: str) -> bool:
     return all(map(torch.equal, before, after))
 
 
-@pytest.mark.parametrize("name", ["1F1B", "Interleaved1F1B"])
+@pytest.mark.parametrize(
+    "name", ["1F1B", pytest.param("Interleaved1F1B", marks=pytest.mark.campaign(seconds=2))]
+)
 def test_an_evaluation_leaves_gradients_alone(name: str) -> None:
     assert all(run_ranks(2, evaluates_between, name))
 

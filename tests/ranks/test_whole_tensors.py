@@ -203,7 +203,11 @@ def decayed(rank: int, n_ranks: int, one_sided: bool) -> list[torch.Tensor]:
     return found + [param.grad.clone() for param in model.parameters() if param.grad is not None]
 
 
-@pytest.mark.parametrize("one_sided", [True, False], ids=["read", "gathered"])
+@pytest.mark.parametrize(
+    "one_sided",
+    [True, pytest.param(False, marks=pytest.mark.campaign(seconds=2))],
+    ids=["read", "gathered"],
+)
 def test_what_a_rule_writes_to_gradients_stays(one_sided: bool) -> None:
     ((*expected,),) = run_ranks(1, decayed, 1, one_sided)
 
@@ -249,7 +253,11 @@ def torn(rank: int, one_sided: bool, folder: Path) -> list[str]:
     return told
 
 
-@pytest.mark.parametrize("one_sided", [True, False], ids=["read", "gathered"])
+@pytest.mark.parametrize(
+    "one_sided",
+    [True, pytest.param(False, marks=pytest.mark.campaign(seconds=1))],
+    ids=["read", "gathered"],
+)
 def test_a_step_that_failed_in_part_leaves_a_model_that_is_refused(
     one_sided: bool, tmp_path: Path
 ) -> None:

@@ -276,7 +276,9 @@ def into_codes(model: Net) -> None:
     model.blocks[1][2].weight.data[0] = 0.125
 
 
-@pytest.mark.parametrize("codec", ["int8", "nf4"])
+@pytest.mark.parametrize(
+    "codec", ["int8", pytest.param("nf4", marks=pytest.mark.campaign(seconds=2))]
+)
 def test_ranks_write_frozen_weights_into_codes(codec: str) -> None:
     settings = {"frozen": codec}
     expected = trains(OneRank(0, one_sided=True, settings=settings), into_codes, freeze)

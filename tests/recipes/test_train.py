@@ -150,7 +150,9 @@ def test_without_a_budget_the_weights_are_the_same() -> None:
     assert paged.weights_sha256 == resident.weights_sha256
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize(
+    "precision", ["bf16", pytest.param("fp16", marks=pytest.mark.campaign(seconds=1.5))]
+)
 def test_two_byte_weights_are_the_same_at_any_budget(precision: str) -> None:
     runs = [
         train(options(settings={"hbm": hbm, "precision": precision})) for hbm in (200_000, 400_000)
@@ -278,7 +280,9 @@ def recorded_steps(folder: str | Path) -> list[int]:
     return [event.step for event in Run.load(folder).events if event.what == What.STEP.value]
 
 
-@pytest.mark.parametrize("device", ["cpu", "cpu:sim"])
+@pytest.mark.parametrize(
+    "device", ["cpu", pytest.param("cpu:sim", marks=pytest.mark.campaign(seconds=1.5))]
+)
 def test_a_recorded_run_computes_what_an_unrecorded_one_does(device: str) -> None:
     settings = {"device": device, "hbm": 300_000}
     seen = train(options(settings=settings, save_dir="seen"))

@@ -77,6 +77,7 @@ def test_a_plain_model_has_the_parameters_of_transformers_under_their_names(name
     assert tied == [path for path, _ in theirs.named_parameters(remove_duplicate=False)]
 
 
+@pytest.mark.campaign(seconds=1)
 @pytest.mark.parametrize("name", KINDS)
 def test_a_plain_model_makes_the_operations_of_transformers_in_their_order(name: str) -> None:
     pytest.importorskip("transformers")
@@ -119,6 +120,7 @@ def test_a_published_model_is_planned_without_transformers(monkeypatch: pytest.M
     assert plain.n_params == sum(p.numel() for p in from_config(config).parameters())
 
 
+@pytest.mark.campaign(seconds=1)
 @pytest.mark.parametrize("name", KINDS[:-1])
 def test_a_fused_loss_makes_the_operations_that_it_makes_in_transformers(name: str) -> None:
     pytest.importorskip("transformers")

@@ -166,7 +166,9 @@ def test_the_runtime_moves_what_a_rehearsal_moved(precision: str, activations: s
     assert assert_the_same(play).evictions >= 3
 
 
-@pytest.mark.parametrize("frozen", ["int8", "nf4"])
+@pytest.mark.parametrize(
+    "frozen", ["int8", pytest.param("nf4", marks=pytest.mark.campaign(seconds=2))]
+)
 def test_codes_are_moved_as_they_were_rehearsed(frozen: str) -> None:
     model = WithTargets(checkpoint_blocks=False)
     for name, param in model.named_parameters():

@@ -416,6 +416,7 @@ def peak_flops(precision: str = "fp32") -> float:
     return {"fp32": gpu.tflops.fp32, "bf16": gpu.tflops.bf16}[precision].value
 
 
+@pytest.mark.campaign(seconds=2)
 @pytest.mark.parametrize("activations", ["keep", "recompute"])
 @pytest.mark.parametrize("heads", [8, 2])
 def test_the_mfu_of_a_decoder_is_that_of_the_equation(heads: int, activations: str) -> None:

@@ -217,7 +217,14 @@ def test_a_view_that_is_gone_to_begins_below_the_bar_on_top(shown: Browser) -> N
     assert shown.ask(box.format("nav .zoom", "top")) < shown.ask(box.format("nav a", "bottom"))
 
 
-@pytest.mark.parametrize("width", [400, 640, 1280])
+@pytest.mark.parametrize(
+    "width",
+    [
+        400,
+        pytest.param(640, marks=pytest.mark.campaign(seconds=1.5)),
+        pytest.param(1280, marks=pytest.mark.campaign(seconds=1.5)),
+    ],
+)
 def test_labels_of_times_are_as_far_apart_as_their_lines(
     folder: Path, tmp_path: Path, width: int
 ) -> None:

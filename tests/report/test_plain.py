@@ -129,6 +129,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 }
 
 
+@pytest.mark.campaign(seconds=1)
 @pytest.mark.parametrize("rule", OPTIMIZERS)
 @pytest.mark.parametrize("name", MODELS)
 def test_losses_and_weights_are_bitwise_those_without_a_profile(name: str, rule: str) -> None:

@@ -440,7 +440,14 @@ def in_little_ram(
     return prepared(model, hbm=hbm, host=host, **settings)
 
 
-@pytest.mark.parametrize("hbm", [700_000, 1_000_000, 1_500_000])
+@pytest.mark.parametrize(
+    "hbm",
+    [
+        700_000,
+        pytest.param(1_000_000, marks=pytest.mark.campaign(seconds=1)),
+        pytest.param(1_500_000, marks=pytest.mark.campaign(seconds=1)),
+    ],
+)
 def test_auto_computes_again_what_neither_tier_can_hold(hbm: int) -> None:
     plain = deep(blocks=12)
     model, optimizer = in_little_ram(copy.deepcopy(plain), hbm)
@@ -462,7 +469,14 @@ class Batch:
     """What a step of the program holds, in a frame."""
 
 
-@pytest.mark.parametrize("activations", ["auto", "offload", "keep"])
+@pytest.mark.parametrize(
+    "activations",
+    [
+        "auto",
+        pytest.param("offload", marks=pytest.mark.campaign(seconds=2)),
+        pytest.param("keep", marks=pytest.mark.campaign(seconds=2)),
+    ],
+)
 def test_an_error_that_was_handled_holds_nothing_of_the_program(activations: str) -> None:
     """Not until cycles are collected: what a step holds would lack in the next try."""
     model, optimizer = in_little_ram(deep(blocks=12), 250_000, 50_000, activations=activations)
@@ -493,6 +507,7 @@ def test_a_first_step_leaves_room_for_the_gradient_of_a_wide_head(hbm: int) -> N
     assert status(model).tiers["HBM"]["peak"] <= hbm
 
 
+@pytest.mark.campaign(seconds=2)
 @pytest.mark.parametrize("spare", [50_000, 200_000, 500_000, 1_000_000])
 def test_no_more_is_sent_down_than_ram_holds(spare: int, monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer = in_little_ram(deep(blocks=12), 1_500_000, spare)

@@ -88,6 +88,7 @@ def prepared(model: nn.Module, **settings: Any) -> tuple[Any, Any]:
     return hetero.prepare(model, adamw(model), fused_loss=True, **given)
 
 
+@pytest.mark.campaign(seconds=0.5)
 @pytest.mark.parametrize("device", ["cpu", "cpu:sim"])
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("hbm", ["50KiB", None])

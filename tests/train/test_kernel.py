@@ -104,6 +104,7 @@ def assert_same(
 # -- the two paths -------------------------------------------------------------------------------
 
 
+@pytest.mark.campaign(seconds=3)
 @cases
 def test_the_kernel_gives_the_bits_of_torchs_operations(
     kind: type[torch.optim.Optimizer], flags: dict[str, Any], native: kernel.Native | None
@@ -127,6 +128,7 @@ def test_the_kernel_gives_the_bits_of_torchs_operations(
             assert not torch.equal(join(slow[0], slow[1]), value)
 
 
+@pytest.mark.campaign(seconds=1)
 @cases
 @pytest.mark.parametrize("layout", [torch.bfloat16, torch.float16])
 def test_they_agree_on_tiny_huge_and_broken_values(
@@ -383,6 +385,7 @@ def test_the_kernel_rounds_every_fp16_as_torch_does(native: kernel.Native | None
         assert_same(fast, slow)
 
 
+@pytest.mark.campaign(seconds=0.5)
 @cases
 def test_threads_that_share_an_update_do_each_element_once(
     kind: type[torch.optim.Optimizer], flags: dict[str, Any], monkeypatch: pytest.MonkeyPatch

@@ -96,6 +96,7 @@ RUNS: dict[str, Callable[[nn.Module, Path], list[Tensor]]] = {
 }
 
 
+@pytest.mark.campaign(seconds=0.5)
 @pytest.mark.parametrize("reentrant", [None, False, True])
 @pytest.mark.parametrize("how", RUNS)
 def test_a_model_of_products_trains_bitwise(

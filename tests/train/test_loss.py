@@ -53,6 +53,7 @@ OPTIONS = [
 ]
 
 
+@pytest.mark.campaign(seconds=1)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda o: "-".join(map(str, o.values())))

@@ -208,6 +208,7 @@ def train(
         same(reference, model, f"step {number}")
 
 
+@pytest.mark.campaign(seconds=1)
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_training_equals_the_plain_reference(precision: str, rule: str) -> None:
@@ -217,6 +218,7 @@ def test_training_equals_the_plain_reference(precision: str, rule: str) -> None:
     assert engine_of(model).setup.stats.counts["fetch"] > 3
 
 
+@pytest.mark.campaign(seconds=1.5)
 @pytest.mark.parametrize("micro", [2, 3])
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_micro_steps_add_up_in_fp32(precision: str, micro: int) -> None:
