@@ -555,6 +555,7 @@ def evaluates_between(rank: int, name: str) -> bool:
     return all(map(torch.equal, before, after))
 
 
+@pytest.mark.usefixtures("one_anatomy")
 @pytest.mark.parametrize(
     "name", ["1F1B", pytest.param("Interleaved1F1B", marks=pytest.mark.campaign(seconds=2))]
 )
@@ -562,6 +563,7 @@ def test_an_evaluation_leaves_gradients_alone(name: str) -> None:
     assert all(run_ranks(2, evaluates_between, name))
 
 
+@pytest.mark.usefixtures("one_anatomy")
 @pytest.mark.campaign(seconds=5)
 @pytest.mark.parametrize(("kind", "name"), [("gpt", "1F1B"), ("llama", "Interleaved1F1B")])
 def test_split_and_prepared_stages_train_as_the_model_in_one_process(kind: str, name: str) -> None:

@@ -28,6 +28,7 @@ from tests.ranks.test_split import (
     words,
 )
 
+pytestmark = pytest.mark.usefixtures("one_anatomy")
 N_RANKS = {"one": 1, "shares": 2, "1F1B": 2, "Interleaved1F1B": 2, "1F1B x 2": 4}
 BEFORE, STEPS = 2, 3
 SETTINGS = {"device": "cpu:sim", "chunk_bytes": 1024, "timeout_seconds": 20, "hbm": HBM}

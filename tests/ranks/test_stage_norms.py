@@ -23,6 +23,7 @@ from hetero.testing.ranks import Died, outcomes, run_ranks
 from tests.ranks.tensor_models import torch_clip
 from tests.ranks.test_split import LENGTH, SETTINGS, WORDS, in_whole, loss_of, made, stepped
 
+pytestmark = pytest.mark.usefixtures("one_anatomy")
 MICRO_BATCHES, STEPS, MOST = 4, 3, 0.3
 Norms = list[float]
 Values = dict[str, torch.Tensor]
