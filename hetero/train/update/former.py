@@ -52,23 +52,22 @@ class Former(NamedTuple):
 
 
 class FormerWeights:
-    """The former weights of all buckets; of an element, the first that it was told."""
+    """The former weights of parameters, by index; of an element, the first that it is told."""
 
     def __init__(self) -> None:
         self._of: dict[int, list[Former]] = {}
 
-    @property
-    def buckets(self) -> list[int]:
-        """The buckets of which it has any, in order."""
-        return sorted(self._of)
+    def __iter__(self) -> Iterator[int]:
+        """Iterate over the parameters of which it has any, in order."""
+        return iter(sorted(self._of))
 
-    def keep(self, bucket_id: int, start: int, weights: torch.Tensor) -> None:
-        """Remember weights from element ``start`` on, apart from those remembered already, and from
-        those that have no bytes."""
+    def keep(self, index: int, start: int, weights: torch.Tensor) -> None:
+        """Remember a parameter's weights from element ``start`` of its bucket on, apart from those
+        remembered already, and from those that have no bytes."""
         if weights.is_meta:
             return
         parts = [Former(start, weights)]
-        for known in self._of.get(bucket_id, ()):
+        for known in self._of.get(index, ()):
             parts = [
                 rest
                 for part in parts
@@ -76,31 +75,31 @@ class FormerWeights:
                 if (rest := part.part(*span)) is not None
             ]
         for part in parts:
-            self.put(bucket_id, part.copy())
+            self.put(index, part.copy())
 
-    def put(self, bucket_id: int, former: Former) -> None:
+    def put(self, index: int, former: Former) -> None:
         """Remember elements of which it has none."""
-        self._of.setdefault(bucket_id, []).append(former)
+        self._of.setdefault(index, []).append(former)
 
-    def to_ram(self, bucket_id: int) -> None:
-        """Move what it has of a bucket to RAM."""
-        for at, known in enumerate(self._of.get(bucket_id, ())):
+    def to_ram(self, index: int) -> None:
+        """Move what it has of a parameter to RAM."""
+        for at, known in enumerate(self._of.get(index, ())):
             if known.weights.device.type != "cpu":
                 low = None if known.low is None else known.low.cpu()
-                self._of[bucket_id][at] = Former(known.start, known.weights.cpu(), low)
+                self._of[index][at] = Former(known.start, known.weights.cpu(), low)
 
-    def of(self, bucket_id: int, start: int, end: int) -> list[Former]:
-        """Return what it has of elements [start, end)."""
-        parts = (known.part(start, end) for known in self._of.get(bucket_id, ()))
+    def of(self, index: int, start: int, end: int) -> list[Former]:
+        """Return what it has of a parameter's elements [start, end)."""
+        parts = (known.part(start, end) for known in self._of.get(index, ()))
         return [part for part in parts if part is not None]
 
-    def forget(self, bucket_id: int, start: int, end: int) -> None:
-        """Forget elements [start, end)."""
-        rest = [r for known in self._of.get(bucket_id, ()) for r in known.without(start, end)]
+    def forget(self, index: int, start: int, end: int) -> None:
+        """Forget elements [start, end) of a parameter."""
+        rest = [r for known in self._of.get(index, ()) for r in known.without(start, end)]
         if rest:
-            self._of[bucket_id] = rest
+            self._of[index] = rest
         else:
-            self._of.pop(bucket_id, None)
+            self._of.pop(index, None)
 
     def clear(self) -> None:
         """Forget all."""

@@ -9,7 +9,7 @@ is the fp32 master itself.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from fnmatch import fnmatchcase
 from typing import Protocol
@@ -69,6 +69,14 @@ def same_bits(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
     return torch.equal(ours.view(torch.int16), theirs.to(ours.device).view(torch.int16))
 
 
+def parts_of(bucket: Bucket, start: int, end: int) -> Iterator[tuple[Segment, slice]]:
+    """Yield the parameters that have some of elements [start, end) of a bucket, and which."""
+    for segment in bucket.segments:
+        first, last = max(start, segment.offset), min(end, segment.end)
+        if first < last:
+            yield segment, slice(first, last)
+
+
 def own_low(weights: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
     """Return the ``low`` of weights that are their own masters."""
     return weights.float() if low.dtype is torch.float32 else torch.zeros_like(low)
@@ -125,14 +133,14 @@ class Masters:
                 home.write(segment, value)
                 if segment.index in self._loaded:  # the difference belongs to the weights loaded
                     self._loaded.discard(segment.index)
-                    self._former.forget(bucket.id, segment.offset, segment.end)
+                    self._former.forget(segment.index, segment.offset, segment.end)
                 else:
                     self.reset(segment)
             return
         exact = home.empty(segment, torch.float32).copy_(value.detach())
         with home.changes.meeting(segment.spec.name):
             self._split(segment, segment.offset, row(exact))
-        self._former.forget(bucket.id, segment.offset, segment.end)
+        self._former.forget(segment.index, segment.offset, segment.end)
 
     def assign_everywhere(self, segment: Segment, value: torch.Tensor) -> None:
         """As `assign`, of all elements, in the memory of the ranks that keep them; nothing else
@@ -230,7 +238,7 @@ class Masters:
             with host_work():
                 for run in self._store.runs(segment.offset, segment.end, *uses):
                     low.part(run).copy_(own_low(home.part(run), low.part(run)))
-            self._former.forget(bucket.id, segment.offset, segment.end)
+            self._former.forget(segment.index, segment.offset, segment.end)
 
     def written(self, segment: Segment) -> None:
         """A working weight was written, perhaps as a whole; it comes home next."""
@@ -250,7 +258,10 @@ class Masters:
             return lambda: None
         self.look(bucket)
         with host_work():
-            self._former.keep(bucket.id, start, self._home(bucket).part(slice(start, end)))
+            before = self._home(bucket).part(slice(start, end))
+            for segment, run in parts_of(bucket, start, end):
+                place = slice(run.start - start, run.stop - start)
+                self._former.keep(segment.index, run.start, before[place])
 
         def landed() -> None:
             kept = self._home(bucket).kept
@@ -261,7 +272,8 @@ class Masters:
                     self.reset(segment)
                     self._written.discard(segment.index)
             with host_work():
-                self._came(bucket, start, end)
+                for segment, run in parts_of(bucket, start, end):
+                    self._came(bucket, segment, run)
 
         return landed
 
@@ -283,45 +295,44 @@ class Masters:
         bucket, place = self._layout.bucket(segment), slice(segment.offset, segment.end)
         with host_work():
             if not same_bits(self._home(bucket).part(place), before):
-                self._former.keep(bucket.id, segment.offset, before)
-            self._came(bucket, segment.offset, segment.end)
+                self._former.keep(segment.index, place.start, before)
+            self._came(bucket, segment, place)
 
-    def _came(self, bucket: Bucket, start: int, end: int) -> None:
-        """Weights [start, end), which can be read, may differ from what they were."""
-        home = self._home(bucket)
-        for segment in bucket.segments:
-            first, last = max(start, segment.offset), min(end, segment.end)
-            for former in self._former.of(bucket.id, first, last):
-                place = former.start, former.end
-                is_same = same_bits(home.part(slice(*place)), former.weights)
-                if self._layout.is_shared and (former.low is not None or not is_same):
-                    self._follow(bucket, self._with_low(bucket, former))
-                if is_same:
-                    self._former.forget(bucket.id, *place)
-        self._former.to_ram(bucket.id)
+    def _came(self, bucket: Bucket, segment: Segment, run: slice) -> None:
+        """Elements of a weight, which can be read, may differ from what they were."""
+        home, index = self._home(bucket), segment.index
+        for former in self._former.of(index, run.start, run.stop):
+            place = former.start, former.end
+            is_same = same_bits(home.part(slice(*place)), former.weights)
+            if self._layout.is_shared and (former.low is not None or not is_same):
+                self._follow(bucket, self._with_low(bucket, segment, former))
+            if is_same:
+                self._former.forget(index, *place)
+        self._former.to_ram(index)
 
-    def _with_low(self, bucket: Bucket, former: Former) -> Former:
+    def _with_low(self, bucket: Bucket, segment: Segment, former: Former) -> Former:
         """Remember the ``low`` of former weights, too, before it follows."""
         if former.low is not None:
             return former
         low = self.low(bucket)
         runs = self._store.runs(former.start, former.end, (low, PinUse.READ))
         former = former.copy()._replace(low=torch.cat([low.part(run).clone() for run in runs]))
-        self._former.forget(bucket.id, former.start, former.end)
-        self._former.put(bucket.id, former)
+        self._former.forget(segment.index, former.start, former.end)
+        self._former.put(segment.index, former)
         return former
 
     def follow(self, bucket_ids: Sequence[int] | None = None) -> None:
         """Make the weights that differ from what they were their own masters, of some buckets or of
         all; see [Note: what masters follow]."""
-        pending = self._former.buckets
-        for bucket_id in pending if bucket_ids is None else bucket_ids:
-            bucket = self._layout.buckets[bucket_id]
-            for former in self._former.of(bucket_id, 0, bucket.segments[-1].end):
-                if former.low is None:
-                    with host_work():
-                        self._follow(bucket, former)
-                self._former.forget(bucket_id, former.start, former.end)
+        for index in self._former:
+            bucket_id, segment = self._layout.home[index]
+            if bucket_ids is None or bucket_id in bucket_ids:
+                bucket = self._layout.buckets[bucket_id]
+                for former in self._former.of(index, segment.offset, segment.end):
+                    if former.low is None:
+                        with host_work():
+                            self._follow(bucket, former)
+                    self._former.forget(index, former.start, former.end)
 
     def _follow(self, bucket: Bucket, former: Former) -> None:
         """Give weights that differ from ``former`` masters of their own, and the others theirs."""
@@ -352,7 +363,7 @@ class Masters:
             )
         self.low(bucket).write(segment, low)
         self._loaded.add(segment.index)
-        self._former.forget(bucket.id, segment.offset, segment.end)
+        self._former.forget(segment.index, segment.offset, segment.end)
 
     def settle(self) -> None:
         """An update uses the masters, and everything is at home: from now on a written weight is
