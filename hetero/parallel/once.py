@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from hetero.parallel.tied import RankStage
+from hetero.parallel.means import RankStage
 from hetero.train.model.units import MARK
 
 

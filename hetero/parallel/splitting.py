@@ -94,7 +94,8 @@ class RankStages:
                 f"exchange={exchange!r}", advice=f"use one of {', '.join(map(repr, EXCHANGES))}"
             )
         n_passes = n_micro_batches * len(self.stages)
-        make = stage_class(self.stages, n_passes if exchange == "step" else None)
+        divides = n_micro_batches > 1 and given.get("scale_grads", True)
+        make = stage_class(self.stages, n_passes if exchange == "step" else None, divides=divides)
         there = [
             make(stage, index, self.n_stages, torch.device(device), group=self.group)
             for stage, index in zip(self.stages, self.indices, strict=True)
@@ -242,15 +243,16 @@ def call_of(model: nn.Module) -> dict[str, Any]:
 # -- schedules -----------------------------------------------------------------------------------
 
 
-def stage_class(stages: nn.ModuleList, n_passes: int | None) -> Any:
-    """Return what makes the stages of a rank's schedule; if they exchange gradients once, that is
-    in the last of the rank's ``n_passes`` backward passes of a step."""
-    from hetero.parallel.once import Once, OnceStage  # which import torch's
-    from hetero.parallel.tied import RankStage, Tied
+def stage_class(stages: nn.ModuleList, n_passes: int | None, *, divides: bool) -> Any:
+    """Return what makes the stages of a rank's schedule, which ``divides`` gradients or not; if
+    they exchange them once, in the last of the rank's ``n_passes`` backward passes of a step."""
+    from hetero.parallel.means import Means, RankStage  # which imports torch's
+    from hetero.parallel.once import Once, OnceStage
 
+    means = Means(stages, divides=divides)
     if n_passes is None:
-        return partial(RankStage, tied=Tied(stages))
-    return partial(OnceStage, tied=Tied(stages), once=Once(stages, n_passes))
+        return partial(RankStage, means=means)
+    return partial(OnceStage, means=means, once=Once(stages, n_passes))
 
 
 def kind_of(schedule: Any) -> Any:

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import hetero
-from hetero.errors import ConfigError, StateError
+from hetero.errors import ConfigError, RankLost, StateError
 from hetero.parallel.anatomy import Call, Products, examine, result_of
 from hetero.parallel.splitting import RankStages, call_of, kind_of, ranks_of, sample_of, split
 from hetero.parallel.stages import Cut, ModelStage, cut_model
@@ -561,6 +561,31 @@ def evaluates_between(rank: int, name: str) -> bool:
 )
 def test_an_evaluation_leaves_gradients_alone(name: str) -> None:
     assert all(run_ranks(2, evaluates_between, name))
+
+
+def steps_twice(rank: int) -> None:
+    """Zeros of `zero_grad` may stay; gradients may not."""
+    found = scheduled(made("gpt"), 2, "1F1B", words(0)[:1])
+    optimizer = torch.optim.SGD(found.stages.parameters(), lr=0.1)
+    given = {**SETTINGS, "mesh": {"pp": 2}, "hbm": 2 * HBM}
+    _, optimizer = hetero.prepare(found.stages, optimizer, **given)
+    schedule = found.schedule(MICRO_BATCHES, loss_of)
+    stepped(found, schedule, words(0))
+    optimizer.zero_grad(set_to_none=False)
+    stepped(found, schedule, words(0))
+    stepped(found, found.schedule(MICRO_BATCHES, loss_of, scale_grads=False), words(0))
+    stepped(found, schedule, words(0))
+
+
+@pytest.mark.usefixtures("one_anatomy")
+def test_gradients_are_not_divided_by_micro_batches_twice() -> None:
+    """torch's schedules would divide what waits for the optimizer's step again."""
+    first, last = outcomes(2, steps_twice)
+    assert isinstance(last, Died)
+    assert isinstance(last.error, StateError), last.text
+    assert "would divide it by the number of micro-batches a second time" in str(last.error)
+    assert isinstance(first, Died)
+    assert isinstance(first.error, (StateError, RankLost)), first.text
 
 
 @pytest.mark.usefixtures("one_anatomy")
