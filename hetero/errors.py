@@ -175,6 +175,9 @@ class DivergenceError(HeteroError, RuntimeError):
 class RankLost(DivergenceError):
     """A rank died, hangs, or left; the others cannot go on without it."""
 
+    left: Any = None
+    """What ranks that wait for this one are told: which rank, how and why."""
+
 
 class UnknownTorch(HeteroError, ImportError):
     """hetero does not know this release of torch."""

@@ -102,14 +102,14 @@ def write(
             files.check_room(sum(item.n_bytes for item in items))
             return b""
 
-        together(ranks.agree, "an export", begin)
+        together(ranks, "an export", begin)
         # 2. write the new files, hidden from loaders
         (files,) = opened
         for name, part in parts.items():
             write_part = partial(fill, files, name, part, reads)
-            together(ranks.agree, f"{name} of an export", write_part)
+            together(ranks, f"{name} of an export", write_part)
         # 3. switch
-        together(ranks.agree, "the end of an export", partial(finish, files, notes, parts))
+        together(ranks, "the end of an export", partial(finish, files, notes, parts))
     return directory
 
 

@@ -41,6 +41,7 @@ from hetero.checkpoint.values import decode
 from hetero.checkpoint.verify import read_all
 from hetero.crc import crc32
 from hetero.device import set_accelerator_rng
+from hetero.device.comm import Company
 from hetero.errors import CheckpointError, CheckpointMismatch, DivergenceError
 from hetero.io import IO
 from hetero.train.engine.engine import Engine
@@ -112,7 +113,7 @@ def load_checkpoint(
             return json.dumps([reader.step, own_numbers(found[0].own)]).encode()
 
         # 1. refuse before anything changes, on all ranks
-        rows = [json.loads(row) for row in together(comm.agree, "a load", check)]
+        rows = [json.loads(row) for row in together(comm, "a load", check)]
         check_steps([step for step, _ in rows])
         reader, own, saved, adapting, states = found[0]
         if not names.is_whole:
@@ -122,14 +123,14 @@ def load_checkpoint(
         settle(engine)
         empty = empty_states(engine, states)
         give = partial(give_back, reader, saved, scheduler, data)
-        together(comm.agree, "a load", give)
+        together(comm, "a load", give)
         # 2. load the tensors; until all are loaded the model is unusable
         engine.broken.begin_load(reader.path)
         begin_again(engine, empty)
         given = [kind for kind in kinds if kind != "buffer" or adapting is None]
         todo = matched([p for p in parts_of(engine) if p.name.kind in given], own)
         with engine.setup.store.writing_shares("the beginning of a load"):
-            together(comm.agree, "the end of a load", partial(load_parts, own, todo))
+            together(comm, "the end of a load", partial(load_parts, own, todo))
         if "param" in kinds:
             loaded(engine)
         if adapting is not None:
@@ -311,24 +312,25 @@ def restore(engine: Engine, saved: SavedValues) -> None:
                     mine.copy_(value)  # a scheduler may hold it
                 else:
                     group[key] = value
-    rank = engine.setup.comm.rank  # that of all ranks of a tensor: they draw the same numbers
-    if rank and saved.own_rng is None:
-        seed_generators(saved.rng, rank)
+    comm = engine.setup.comm  # of which all ranks of a tensor have one number: they draw the same
+    if comm.rank and saved.own_rng is None:
+        seed_generators(saved.rng, comm)
     else:
         set_generators(engine, saved.own_rng or saved.rng)
 
 
-def seed_generators(states: Mapping[str, Any], rank: int) -> None:
+def seed_generators(states: Mapping[str, Any], comm: Company) -> None:
     """Seed the generators of a rank that the checkpoint has no states of: by the first rank's, and
     its own number."""
-    raw = memoryview(states["torch"].numpy().tobytes() + rank.to_bytes(8, "little"))
+    raw = memoryview(states["torch"].numpy().tobytes() + comm.rank.to_bytes(8, "little"))
     seed = crc32(raw)
     torch.manual_seed(seed)
     random.seed(seed)
     numpy.random.seed(seed)
     warnings.warn(
-        f"the checkpoint is of fewer ranks, or of others: rank {rank} draws other random numbers"
-        " than any rank did before; seed its generators after the load if it matters which",
+        "the checkpoint is of fewer ranks, or of others:"
+        f" {comm.members.name(comm.rank)} draws other random numbers than any rank did before;"
+        " seed its generators after the load if it matters which",
         stacklevel=4,
     )
 

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from hetero.checkpoint.manifest import SavedTensor
 from hetero.checkpoint.reader import CheckpointReader
 from hetero.errors import CheckpointMismatch, ConfigError, DivergenceError
+from hetero.members import Members
 from hetero.parallel.stages import stages_in
 from hetero.train.engine.engine import Engine
 from hetero.train.engine.snapshot import Part
@@ -107,7 +108,7 @@ class Union:
     """Of each entry: the first rank that has it."""
 
 
-def union(rows: Sequence[bytes]) -> Union:
+def union(rows: Sequence[bytes], ranks: Members) -> Union:
     """Return what ranks told; DivergenceError if they differ in what several have."""
     first: dict[SavedTensor, int] = {}
     named: dict[tuple[str, str, str], SavedTensor] = {}
@@ -119,10 +120,11 @@ def union(rows: Sequence[bytes]) -> Union:
             sides = tuple(map(tuple, cuts))
             entry = SavedTensor(kind, name, key, dtype, tuple(shape), tuple(order), sides)
             if named.setdefault((kind, name, key), entry) != entry:
-                raise diverged(rank, f"another {entry.label!r}")
+                raise diverged(ranks.name(rank), f"another {entry.label!r}")
             first.setdefault(entry, rank)
         if rank and len(members) != len(groups):
-            raise diverged(rank, f"an optimizer of {len(members)} groups, not {len(groups)}")
+            what = f"an optimizer of {len(members)} groups, not {len(groups)}"
+            raise diverged(ranks.name(rank), what)
         groups = groups or [{} for _ in members]
         for group, given in zip(groups, members, strict=True):
             group.update({name: place for place, name in given})
@@ -130,9 +132,9 @@ def union(rows: Sequence[bytes]) -> Union:
     return Union(entries, [sorted(group, key=group.__getitem__) for group in groups], first)
 
 
-def diverged(rank: int, what: str) -> DivergenceError:
+def diverged(name: str, what: str) -> DivergenceError:
     return DivergenceError(
-        f"rank {rank} saves {what}",
+        f"{name} saves {what}",
         advice="build the optimizer with the same groups on every rank, and call save_checkpoint"
         " with the same kinds= at the same step",
     )

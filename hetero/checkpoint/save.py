@@ -32,6 +32,7 @@ from hetero.crc import crc32
 from hetero.device import accelerator_rng
 from hetero.errors import CheckpointCorrupt, ConfigError, DivergenceError, StateError
 from hetero.io import IO, Folder, make_folder
+from hetero.members import Members
 from hetero.memory.layout import Bucket
 from hetero.train.engine.engine import Engine
 from hetero.train.engine.snapshot import Name, Part, Saving, of_tensor
@@ -152,10 +153,10 @@ def save_checkpoint(
             plan.root = make_folder(Path(directory), io)
         return plan.told_others(members_of(engine))
 
-    together(comm.agree, "the save before", partial(end_of_last, engine))
+    together(comm, "the save before", partial(end_of_last, engine))
     try:
-        plan.settle(together(comm.agree, saving(number), prepare))
-        together(comm.agree, saving(number), lambda: plan.open_root(Path(directory), io))
+        plan.settle(together(comm, saving(number), prepare))
+        together(comm, saving(number), lambda: plan.open_root(Path(directory), io))
         # 2. read the tensors bucket by bucket, each after its update and before its next one
         writing = Writing(engine, plan, Path(directory), number)
     except BaseException:
@@ -186,12 +187,12 @@ def end_of_last(engine: Engine) -> bytes:
     return b""
 
 
-def check_alike(digests: Sequence[bytes]) -> None:
+def check_alike(digests: Sequence[bytes], members: Members) -> None:
     """Raise DivergenceError unless ranks are about to save the same tensors."""
-    odd = next((rank for rank, each in enumerate(digests) if each != digests[0]), None)
+    odd = next((at for at, each in enumerate(digests) if each != digests[0]), None)
     if odd is not None:
         raise DivergenceError(
-            f"rank {odd} saves other tensors than the first rank",
+            f"{members.name(odd)} saves other tensors than the first rank",
             advice="call save_checkpoint with the same kinds= on every rank, at the same step",
         )
 
@@ -373,9 +374,9 @@ class Plan:
     def settle(self, rows: Sequence[bytes]) -> None:
         """Number the entries as all ranks do; raises DivergenceError if their models do not fit."""
         if self.names.is_whole:
-            check_alike(rows)
+            check_alike(rows, self.comm.members)
             return
-        found = union(rows)
+        found = union(rows, self.comm.members)
         numbers = {entry: number for number, entry in enumerate(found.entries)}
         self.numbered = [(numbers[entry_of(part)], part) for _, part in self.numbered]
         self._model = found.entries

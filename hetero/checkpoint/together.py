@@ -9,6 +9,7 @@ from typing import Protocol
 
 from hetero import errors
 from hetero.errors import CheckpointError, HeteroError, RankLost
+from hetero.members import ONE_MEMBER, Members
 
 Agree = Callable[[bytes, str], Sequence[bytes]]
 DONE, FAILED = b"+", b"-"
@@ -19,6 +20,7 @@ class Ranks(Protocol):
 
     rank: int
     size: int
+    members: Members
 
     def agree(self, row: bytes, what: str) -> Sequence[bytes]:
         """Return the rows of all ranks; blocks."""
@@ -30,7 +32,7 @@ class Ranks(Protocol):
 class OneRank:
     """The only one."""
 
-    rank, size = 0, 1
+    rank, size, members = 0, 1, ONE_MEMBER
 
     def agree(self, row: bytes, what: str) -> Sequence[bytes]:
         return [row]
@@ -41,13 +43,17 @@ class OneRank:
 ONE_RANK = OneRank()
 
 
-def together(agree: Agree, what: str, act: Callable[[], bytes]) -> list[bytes]:
+def together(
+    ranks: Ranks, what: str, act: Callable[[], bytes], agree: Agree | None = None
+) -> list[bytes]:
     """Return what ``act`` returned on each rank. If it raised on one, all raise: that rank its own
-    error, the others one of its class that names the rank.
+    error, the others one of its class that names the rank. They ``agree`` by ``ranks.agree``, or by
+    the call that is given.
 
     If a rank has left meanwhile, an error of this rank's own matters more, unless it missed what
     the other one may have taken away.
     """
+    agree = agree or ranks.agree
     try:
         row = DONE + act()
     except BaseException as error:
@@ -58,9 +64,9 @@ def together(agree: Agree, what: str, act: Callable[[], bytes]) -> list[bytes]:
                 raise lost from error
         raise
     rows = agree(row, what)
-    for rank, each in enumerate(rows):
+    for number, each in enumerate(rows):
         if each[:1] == FAILED:
-            raise _failure(rank, what, each[1:])
+            raise _failure(ranks.members.name(number), what, each[1:])
     return [each[1:] for each in rows]
 
 
@@ -76,8 +82,8 @@ def _told(error: BaseException) -> bytes:
     return json.dumps([type(error).__name__, text, getattr(error, "advice", "")]).encode()
 
 
-def _failure(rank: int, what: str, raw: bytes) -> CheckpointError:
+def _failure(name_of_rank: str, what: str, raw: bytes) -> CheckpointError:
     name, text, advice = json.loads(raw)
     known = getattr(errors, name, CheckpointError)
     kind = known if issubclass(known, CheckpointError) else CheckpointError
-    return kind(f"{what} failed on rank {rank}: {text}", advice=advice)
+    return kind(f"{what} failed on {name_of_rank}: {text}", advice=advice)

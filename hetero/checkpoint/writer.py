@@ -129,10 +129,11 @@ class Writer:
         Raises CheckpointError if a block was not written or ``meta`` is no JSON, StorageError if
         the drive fails; either abandons the save.
         """
-        agree, what = self._ranks.agree_aside, f"the save of step {self._step}"
+        ranks, what = self._ranks, f"the save of step {self._step}"
         try:
-            rows = together(agree, what, lambda: self._finish(told or {}, failed))
-            together(agree, what, lambda: self._publish(rows, meta))
+            finish = partial(self._finish, told or {}, failed)
+            rows = together(ranks, what, finish, ranks.agree_aside)
+            together(ranks, what, partial(self._publish, rows, meta), ranks.agree_aside)
             self._phase = SavePhase.COMMITTED
         except BaseException:
             if self._phase in (SavePhase.OPEN, SavePhase.COMMITTING):
@@ -231,8 +232,8 @@ def begun(
 
     what = f"a save of step {step}"
     try:
-        first, *_ = together(ranks.agree, what, claim)
-        together(ranks.agree, what, lambda: open_shard(first.decode()))
+        first, *_ = together(ranks, what, claim)
+        together(ranks, what, lambda: open_shard(first.decode()))
     except BaseException:  # of any rank
         for shard in shards:
             shard.stop()

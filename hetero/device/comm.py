@@ -16,6 +16,7 @@ import torch
 
 from hetero.device.face import Device, Slab, Ticket
 from hetero.events import EventLog
+from hetero.members import ONE_MEMBER, Members
 from hetero.types import Lane
 
 
@@ -117,7 +118,9 @@ class Company(Protocol):
     """Ranks that make the same calls in the same order, and tell each other rows."""
 
     rank: int
+    """This one's number among them, an index; `members` has names for what a user reads."""
     size: int
+    members: Members
 
     @property
     def node(self) -> Node | None:
@@ -210,8 +213,8 @@ class Comm(Company, Protocol):
         read each other's homes of a `Layout`; else this one. Collective."""
 
     def awaited(self) -> int | None:
-        """Return the rank that came last in what this thread waited for since it asked last; None
-        if it waited for none, or cannot tell."""
+        """Return the number of the rank that came last in what this thread waited for since it
+        asked last; None if it waited for none, or cannot tell."""
 
 
 class Alone:
@@ -220,6 +223,7 @@ class Alone:
     Args:
         n_local: ranks on this machine, each with parts of its own of the model's tensors.
         everyone: those, if there are any.
+        members: this rank, by its number in the world.
     """
 
     rank = 0
@@ -227,8 +231,11 @@ class Alone:
     node = None
     relay: Relay | None = None
 
-    def __init__(self, n_local: int = 1, everyone: Company | None = None) -> None:
+    def __init__(
+        self, n_local: int = 1, everyone: Company | None = None, members: Members = ONE_MEMBER
+    ) -> None:
         self.n_local = n_local
+        self.members = members
         self._everyone = everyone
 
     @property
@@ -280,11 +287,12 @@ class Alone:
 def standing_for(comm: Comm, log: EventLog) -> AbstractContextManager[None]:
     """Log the length of a block as a wait for other ranks, and for which."""
     comm.awaited()
-    return log.standing("ranks", lambda: named(comm.awaited()))
+    return log.standing("ranks", lambda: last_of(comm))
 
 
-def named(rank: int | None) -> str:
-    return "" if rank is None else f"rank {rank}"
+def last_of(comm: Comm) -> str:
+    number = comm.awaited()
+    return "" if number is None else comm.members.name(number)
 
 
 class OneSided:

@@ -284,10 +284,11 @@ class HomeStore:
         this one ``failed``, and raises DivergenceError there. Collective."""
         text = "" if failed is None else f"{type(failed).__name__}: {failed}"
         rows = self._comm.agree(text.encode(), "the end of prepare")
-        for rank, row in enumerate(rows):
+        for number, row in enumerate(rows):
             if row and failed is None:
+                name = self._comm.members.name(number)
                 raise DivergenceError(
-                    f"rank {rank} could not prepare its shares: {row.decode(errors='replace')}",
+                    f"{name} could not prepare its shares: {row.decode(errors='replace')}",
                     advice="see the error of that rank",
                 )
         self._sharing.is_open = True

@@ -21,6 +21,7 @@ import numpy.typing as npt
 from hetero import interrupts
 from hetero.errors import DivergenceError, RankLost
 from hetero.forks import Owner
+from hetero.members import Members
 from hetero.parallel.farewell import Parting
 from hetero.parallel.fence import fence
 from hetero.parallel.news import KILLED, Left, News
@@ -40,19 +41,23 @@ class RankWatch:
 
     def __init__(self, pids: Mapping[int, int], news: News, timeout_seconds: float) -> None:
         self._owner = Owner(CALLS)
-        self._rank = news.rank
+        self._number = news.number
         self._news = news
-        self._awaited = threading.local()  # rank that came last
+        self._awaited = threading.local()  # member that came last
         self._timeout = timeout_seconds
         self._lives = {other: os.pidfd_open(pid) for other, pid in pids.items()}
 
-    def until(self, is_true: Callable[[], bool], rank: int, what: str) -> None:
-        """Block until something is true that a rank brings about, and what it wrote before can be
+    @property
+    def members(self) -> Members:
+        return self._news.members
+
+    def until(self, is_true: Callable[[], bool], number: int, what: str) -> None:
+        """Block until something is true that a member brings about, and what it wrote before can be
         read; else raise RankLost."""
         self._owner.check()
         looks, began = 0, 0.0
         while not is_true():
-            self._awaited.rank = rank
+            self._awaited.number = number
             looks += 1
             began = began or time.monotonic()
             if looks % LOOKS == 0:
@@ -60,31 +65,36 @@ class RankWatch:
                 if dead is not None and not is_true():
                     raise self.died(dead, what)
                 if time.monotonic() - began > self._timeout:
-                    late = Left(Parting.SILENT, rank, f"did nothing for {self._timeout:.0f} s")
-                    raise self._lost(rank, what, self._news.known() or late)
+                    why = f"did nothing for {self._timeout:.0f} s"
+                    late = self._left(number, Parting.SILENT, why)
+                    raise self._lost(number, what, self._news.known() or late)
             interrupts.point(2)
             time.sleep(PAUSES_SECONDS[min(looks // LOOKS, len(PAUSES_SECONDS) - 1)])
         fence()
 
     def awaited(self) -> int | None:
-        """Return the rank of the last wait that this thread did not ask for yet."""
-        rank, self._awaited.rank = getattr(self._awaited, "rank", None), None
-        return rank
+        """Return the member of the last wait that this thread did not ask for yet."""
+        number, self._awaited.number = getattr(self._awaited, "number", None), None
+        return number
 
     def _dead(self) -> int | None:
         gone = select.poll()  # of this thread alone: a save waits too
         for other, handle in self._lives.items():
-            if other != self._rank:
+            if other != self._number:
                 gone.register(handle, select.POLLIN)
         ended = {handle for handle, _ in gone.poll(0)}
-        return next((rank for rank, handle in self._lives.items() if handle in ended), None)
+        return next((other for other, handle in self._lives.items() if handle in ended), None)
 
-    def died(self, rank: int, what: str) -> RankLost:
-        """Return the error of a wait for a rank whose process ended."""
-        return self._lost(rank, what, self._news.cause(Left(Parting.KILLED, rank, KILLED)))
+    def died(self, number: int, what: str) -> RankLost:
+        """Return the error of a wait for a member whose process ended."""
+        cause = self._news.cause(self._left(number, Parting.KILLED, KILLED))
+        return self._lost(number, what, cause)
 
-    def _lost(self, rank: int, what: str, left: Left) -> RankLost:
-        return self._news.lost(f"{what} of rank {rank}", left)
+    def _left(self, number: int, how: Parting, why: str) -> Left:
+        return Left(how, self.members.ranks[number], why)
+
+    def _lost(self, number: int, what: str, left: Left) -> RankLost:
+        return self._news.lost(f"{what} of {self.members.name(number)}", left)
 
     def close(self) -> None:
         for handle in self._lives.values():
@@ -180,20 +190,20 @@ class Board:
         for rank, entries in enumerate(self._entries):
             self._watch.until(partial(entries.has_made, call), rank, said or "a call")
             found.append(entries.read(call))
-        check_calls([(number, what) for number, what, _, _ in found])
+        check_calls([(number, what) for number, what, _, _ in found], self._watch.members)
         return [
             row if n_bytes <= ROW_BYTES else bytes(self._mail(rank, letter)[:n_bytes])
             for rank, (_, _, n_bytes, row) in enumerate(found)
         ]
 
 
-def check_calls(calls: Sequence[tuple[int, str]]) -> None:
-    """Raise DivergenceError unless all ranks are about to do the same thing."""
+def check_calls(calls: Sequence[tuple[int, str]], members: Members) -> None:
+    """Raise DivergenceError unless all members are about to do the same thing."""
     if len(set(calls)) == 1:
         return
-    rows = "; ".join(f"rank {r}: call {n}, {what}" for r, (n, what) in enumerate(calls))
+    said = members.listed(f"call {number}, {what}" for number, what in calls)
     raise DivergenceError(
-        f"ranks that share a model go different ways ({rows})",
+        f"ranks that share a model go different ways ({said})",
         advice="all ranks must step, clip, save, load, export and write weights alike: call the"
         " same lines on every rank",
     )

@@ -35,6 +35,7 @@ from hetero.internals import (
     ring_options,
     ring_templates,
 )
+from hetero.members import Members
 from hetero.parallel.attention import Apply, Call, PartRanks, Ring, Ulysses
 from hetero.parallel.gloo import Talks, Teams, own_of
 from hetero.parallel.limits import lower
@@ -60,12 +61,13 @@ class PlainRanks:
     def __init__(self, mesh: DeviceMesh) -> None:
         self.size = mesh.size()
         self.group: Any = mesh.get_group()
+        self._members = Members(dist.get_process_group_ranks(self.group), dist.get_world_size())
 
     def meet(self, what: str) -> None:
         rows: list[str] = [""] * self.size
         dist.all_gather_object(rows, what, group=self.group)
         if len(set(rows)) > 1:
-            said = "; ".join(f"rank {rank}: {row}" for rank, row in enumerate(rows))
+            said = self._members.listed(rows)
             raise DivergenceError(
                 f"ranks with parts of a sequence go different ways ({said})",
                 advice="give the ranks of a sequence the same batch",
@@ -113,7 +115,7 @@ class PreparedRanks:
     def meet(self, what: str) -> None:
         rows = self._talks.agree(what.encode(), what)  # of which agree compares the beginning
         if len(set(rows)) > 1:
-            said = "; ".join(f"rank {rank}: {row.decode()}" for rank, row in enumerate(rows))
+            said = self._talks.members.listed(row.decode() for row in rows)
             raise DivergenceError(
                 f"ranks with parts of a sequence go different ways ({said})",
                 advice="give them tensors of the same shapes and dtypes, and the same settings",

@@ -36,6 +36,9 @@ class Teller(Protocol):
     def tell(self, how: Parting, why: str) -> None:
         """Say how this rank leaves; only the first time counts."""
 
+    def tell_error(self, error: BaseException) -> None:
+        """Say that it leaves by an error, or because of a rank that the error is about."""
+
 
 def tell_at_end(teller: Teller) -> None:
     """Tell an error that nothing catches, as long as ``teller`` lives, or that the process ends
@@ -46,7 +49,8 @@ def tell_at_end(teller: Teller) -> None:
 
 def tell_error(error: BaseException) -> None:
     """Tell an error with which this process leaves, where the interpreter does not see it."""
-    tell(parting_of(error), reason_of(error))
+    for teller in tellers():
+        teller.tell_error(error)
 
 
 def parting_of(error: BaseException) -> Parting:
@@ -72,11 +76,15 @@ _tellers: weakref.WeakKeyDictionary[Teller, int] = weakref.WeakKeyDictionary()
 _replaced: list[object] = []
 
 
-def tell(how: Parting, why: str) -> None:
-    """Speak for all ranks that this process is."""
-    for teller, pid in list(_tellers.items()):
-        if pid == os.getpid():
-            teller.tell(how, why)
+def tellers() -> list[Teller]:
+    """Return those of all ranks that this process is."""
+    return [teller for teller, pid in list(_tellers.items()) if pid == os.getpid()]
+
+
+def tell_end() -> None:
+    """Tell that this process ends without an error."""
+    for teller in tellers():
+        teller.tell(Parting.ENDED, AT_ITS_END)
 
 
 def _install() -> None:
@@ -93,4 +101,4 @@ def _install() -> None:
         before(kind, error, trace)
 
     sys.excepthook = report
-    atexit.register(tell, Parting.ENDED, AT_ITS_END)
+    atexit.register(tell_end)

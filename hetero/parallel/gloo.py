@@ -19,6 +19,7 @@ from hetero.device import CudaDevice, Device, Ticket
 from hetero.device.comm import Addends, Comm, Company, Node, relay_of
 from hetero.errors import ConfigError, RankLost
 from hetero.forks import Owner
+from hetero.members import Members, all_of
 from hetero.memory.layout import Layout
 from hetero.parallel.board import CALLS, SAID_BYTES, check_calls
 from hetero.parallel.gathers import DeviceGathers, Gathers, HostGathers, all_gather, connected
@@ -77,6 +78,7 @@ class Gloo:
         self._gathers: Gathers | None = None  # `open_gathers` makes them
         self._talks = Talks(self._teams, timeout_seconds)
         self._everyone = everyone
+        self.members = self._talks.members
         self._news, self._waits = self._talks.news, self._talks.waits
         self._meetings = self._talks.meetings
         self._swaps = Meetings(swaps, self._waits)
@@ -209,9 +211,10 @@ class Talks:
         self._owner = Owner(CALLS, self)
         ranks = own_of(teams)
         self.rank, self.size = ranks.index(dist.get_rank()), len(ranks)
+        self.members = Members(tuple(ranks), dist.get_world_size())
         opened = (new_group(teams, timeout_seconds) for _ in range(3))
         control, aside, news = self._groups = list(opened)
-        self.news = News(news, self.rank, self.size)
+        self.news = News(news, self.members, self.rank)
         self.waits = Waits(self.news, timeout_seconds)
         self.meetings = Meetings(control, self.waits)
         # a save of a rank whose program has failed goes on until it is whole
@@ -245,7 +248,8 @@ class Meetings:
         heads = self._collect(self._head(what, row), what)
         end = 16 + SAID_BYTES
         check_calls(
-            [(number(each), each[16:end].rstrip().decode(errors="replace")) for each in heads]
+            [(number(each), each[16:end].rstrip().decode(errors="replace")) for each in heads],
+            self.waits.members,
         )
         sizes = [number(each[8:]) for each in heads]
         if max(sizes) <= ROW_BYTES:
@@ -294,7 +298,7 @@ def new_group(rows: Teams, timeout_seconds: float) -> Any:
         try:
             group = dist.new_group(list(ranks), timeout=allowed, backend="gloo")
         except dist.DistError as error:
-            me = f"rank {dist.get_rank()} of {dist.get_world_size()}"
+            me = all_of(dist.get_world_size()).name_in_world(dist.get_rank())
             raise RankLost(
                 f"{me} waits for the others in hetero.prepare in vain: one did not come within"
                 f" {timeout_seconds:g} s, or has left ({str(error).partition(chr(10))[0]})",

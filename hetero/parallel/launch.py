@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from hetero.device import use_accelerator
 from hetero.errors import DivergenceError
+from hetero.members import all_of
 from hetero.parallel.farewell import tell_error
 from hetero.parallel.gloo import Meetings
 from hetero.parallel.news import News
@@ -34,7 +35,12 @@ class Launch:
     def __init__(self, rank: int = 0, size: int = 1, calls: Meetings | None = None) -> None:
         self.rank = rank
         self.size = size
+        self.members = all_of(size)
         self._calls = calls
+
+    @property
+    def _name(self) -> str:
+        return self.members.name(self.rank)
 
     def each(self, make: Callable[[], T], what: str) -> list[T]:
         """Return what every rank makes, by rank; an error of one is raised on all."""
@@ -44,7 +50,7 @@ class Launch:
             row = pickle.dumps((make(), None))
         except Exception as error:  # of any kind: the others wait for an answer
             with suppress(DivergenceError):  # this rank's own error matters more
-                self._calls.meet(what, pickle.dumps((None, told(error, self.rank))))
+                self._calls.meet(what, pickle.dumps((None, told(error, self._name))))
             raise
         rows = [pickle.loads(each) for each in self._calls.meet(what, row)]
         for _, failure in rows:
@@ -74,14 +80,14 @@ class Launch:
         return made[0]
 
 
-def told(error: Exception, rank: int) -> Exception:
-    """Return an error as the other ranks raise it; one that cannot be pickled by its text."""
+def told(error: Exception, name: str) -> Exception:
+    """Return the error of a rank as the others raise it; one that cannot be pickled by its text."""
     try:
         found: Exception = pickle.loads(pickle.dumps(error))
     except Exception:  # an error's own class may raise anything
         found = RuntimeError(f"{type(error).__name__}: {error}")
     if found.args and isinstance(found.args[0], str):
-        found.args = (f"rank {rank}: {found.args[0]}", *found.args[1:])
+        found.args = (f"{name}: {found.args[0]}", *found.args[1:])
     return found
 
 
@@ -102,7 +108,7 @@ def launch(timeout_seconds: float) -> Iterator[Launch]:
         dist.init_process_group("gloo", timeout=allowed)
     rank, size = dist.get_rank(), dist.get_world_size()
     groups = [dist.new_group(timeout=allowed, backend="gloo") for _ in range(2)]
-    news = News(groups[0], rank, size)
+    news = News(groups[0], all_of(size), rank)
     waits = Waits(news, timeout_seconds, pauses_seconds=PAUSES_SECONDS)
     try:
         yield Launch(rank, size, Meetings(groups[1], waits))

@@ -65,8 +65,8 @@ class TensorRanks:
         for name in mine:
             found = [row[name] for row in rows]
             if all(len(set(each)) > 1 for each in zip(*found, strict=True)):
-                told_all = (", ".join(map(str, each)) for each in found)
-                said = "; ".join(f"rank {first + n}: {each}" for n, each in enumerate(told_all))
+                facts_told = (", ".join(map(str, each)) for each in found)
+                said = self._talks.members.listed(facts_told, first)
                 raise DivergenceError(
                     f"ranks of a tensor come to a step in different ways ({name}: {said})",
                     advice="give them the same batches, passes and settings, let all go the same"

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from hetero.device.comm import ALONE_COMM, Alone, Comm
 from hetero.errors import ConfigError
 from hetero.internals import is_traceable_wrapper_subclass
+from hetero.members import Members
 from hetero.parallel.gloo import Gloo, Talks, local_ranks
 from hetero.parallel.started import launched
 from hetero.train.model.parts import Parts, PlainTensors
@@ -94,8 +95,8 @@ def alone(n_tensor: int, n_stages: int, world: int, timeout_seconds: float) -> C
     n_local = min(n, local_ranks() or n)
     if n_tensor:
         tensors = [range(first, first + n_tensor) for first in range(0, world, n_tensor)]
-        return Alone(n_local, Talks(tensors, timeout_seconds))
-    return ALONE_COMM if n == 1 else Alone(n_local)
+        return Alone(n_local, Talks(tensors, timeout_seconds), Members((dist.get_rank(),), world))
+    return ALONE_COMM if n == 1 else Alone(n_local, members=Members((dist.get_rank(),), world))
 
 
 def world_size() -> int:

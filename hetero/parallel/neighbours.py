@@ -27,7 +27,7 @@ class Neighbours(OneSided):
     """
 
     def __init__(self, far: Comm, node: SharedNode) -> None:
-        self.rank = far.rank
+        self.rank, self.members = far.rank, far.members
         self.size, self.n_local = far.size, far.n_local
         self.n_shares, self.n_copies = far.n_shares, far.n_copies
         self.n_context = far.n_context

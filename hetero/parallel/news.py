@@ -5,7 +5,8 @@ before its connections close; the bytes are on their way when its process ends. 
 message: gloo wakes a waiting thread too late or never, so rows are read when a call has failed.
 
 [Note: first causes]  When a rank leaves, the others leave because of it. A rank that has lost
-another one therefore passes on what it knows of that one, and says nothing of itself.
+another one therefore passes on what it knows of that one, and says nothing of itself: also to ranks
+that share something else with it, which may never have met that one.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import torch.distributed as dist
 from hetero.crc import crc32
 from hetero.errors import RankLost
 from hetero.forks import Owner
+from hetero.members import Members, named
 from hetero.parallel.farewell import Parting, parting_of, reason_of, tell_at_end
 
 ROW_BYTES, WHY_BYTES = 640, 400
@@ -40,11 +42,11 @@ MESSAGE, PROBE = 0, 1
 RELEASED = "it let go of its model"
 KILLED = "it was killed, or its machine left"
 ADVICE = {
-    Parting.FAILED: "look at the error of rank {}",
+    Parting.FAILED: "look at the error of {}",
     Parting.DIVERGED: "look at the first error of any rank",
     Parting.ENDED: "give every rank as many batches, and let all end together",
-    Parting.KILLED: "look at what the launcher and the system's log say of rank {}: it may have run"
-    " out of RAM",
+    Parting.KILLED: "look at what the launcher and the system's log say of {}: it may have run out"
+    " of RAM",
     Parting.SILENT: "look at what the ranks wait for; raise timeout_seconds= if one may take"
     " so long",
 }
@@ -55,26 +57,28 @@ class Left(NamedTuple):
 
     how: Parting
     rank: int
+    """Of the world: what is passed on from group to group has one meaning in all of them."""
     why: str
 
     def __str__(self) -> str:
-        if self.how is Parting.SILENT:
-            return f"rank {self.rank} {self.why}"
-        return f"rank {self.rank} left ({self.why})"
+        name = named(self.rank)
+        return f"{name} {self.why}" if self.how is Parting.SILENT else f"{name} left ({self.why})"
 
 
 class News:
     """What this rank tells the others, and hears of them.
 
     Args:
-        group: of gloo, of all ranks, for nothing else.
+        group: of gloo, of all members, for nothing else.
+        number: this rank's among them.
     """
 
-    def __init__(self, group: dist.ProcessGroup, rank: int, size: int) -> None:
+    def __init__(self, group: dist.ProcessGroup, members: Members, number: int) -> None:
         self._owner = Owner("the ranks' news, which its parent tells", self)
-        self.rank, self.size = rank, size
+        self.members, self.number = members, number
+        self.size = size = len(members.ranks)
         self._group = group
-        self._others = [other for other in range(size) if other != rank]
+        self._others = [other for other in range(size) if other != number]
         rows = torch.zeros(size, ROW_BYTES, dtype=torch.uint8, device="cpu")
         self._rows: npt.NDArray[np.uint8] = rows.numpy()
         self._heard_at: float | None = None
@@ -84,6 +88,11 @@ class News:
         self._works = [group.recv([rows[other]], other, MESSAGE) for other in self._others]
         self._probe = torch.zeros(1, dtype=torch.uint8, device="cpu")
         tell_at_end(self)
+
+    @property
+    def rank(self) -> int:
+        """This one, of the world."""
+        return self.members.ranks[self.number]
 
     # -- telling ---------------------------------------------------------------------------------
 
@@ -109,7 +118,12 @@ class News:
         if error is None:
             self.tell(Parting.ENDED, RELEASED)
         else:
-            self.tell(parting_of(error), reason_of(error))
+            self.tell_error(error)
+
+    def tell_error(self, error: BaseException) -> None:
+        """Tell all others of an error, or of the rank that it is about."""
+        self._cause = self._cause or loss_in(error)
+        self.tell(parting_of(error), reason_of(error))
 
     # -- hearing ---------------------------------------------------------------------------------
 
@@ -117,7 +131,8 @@ class News:
         """Return the cause, if any rank is known to have left."""
         closed = [other for other in self._others if self._is_closed(other)]
         told = dict(self._heard())  # after `closed`: a message comes before its connection closes
-        killed = [Left(Parting.KILLED, other, KILLED) for other in closed if other not in told]
+        silent = (self.members.ranks[other] for other in closed if other not in told)
+        killed = [Left(Parting.KILLED, rank, KILLED) for rank in silent]
         return min([*told.values(), *killed], default=None)
 
     def cause(self, otherwise: Left, seconds: float = HEARING_SECONDS) -> Left:
@@ -140,19 +155,22 @@ class News:
     def lost(self, what: str, left: Left) -> RankLost:
         """Return the error of a wait that ends because of a rank."""
         self._cause = self._cause or left
-        return RankLost(
-            f"rank {self.rank} of {self.size} waits for {what} in vain: {left}",
-            advice=ADVICE[left.how].format(left.rank),
+        error = RankLost(
+            f"{self.members.name_in_world(self.number)} waits for {what} in vain: {left}",
+            advice=ADVICE[left.how].format(named(left.rank)),
         )
+        error.left = left
+        return error
 
     def _seen_from_here(self, other: int, left: Left) -> Left:
         """Return what another rank said; one that lost this rank waited for it in another call."""
         if left.how is Parting.SILENT and left.rank == self.rank:
-            return Left(Parting.SILENT, other, "waited for this rank in another call, in vain")
+            rank = self.members.ranks[other]
+            return Left(Parting.SILENT, rank, "waited for this rank in another call, in vain")
         return left
 
     def _heard(self) -> Iterator[tuple[int, Left]]:
-        """Yield what ranks have said."""
+        """Yield what others have said, by their numbers."""
         if self._rows[:, 0].any():
             for other in self._others:
                 left = unpacked(self._rows[other].tobytes())
@@ -166,6 +184,16 @@ class News:
         except RuntimeError:
             return True
         return False
+
+
+def loss_in(error: BaseException | None) -> Left | None:
+    """Return what is known of the rank whose loss an error is about, or one that led to it."""
+    while error is not None:
+        if isinstance(error, RankLost) and error.left is not None:
+            left: Left = error.left
+            return left
+        error = error.__cause__ or error.__context__
+    return None
 
 
 def packed(left: Left) -> torch.Tensor:

@@ -61,7 +61,7 @@ class StageNorms:
         answers = self._company.agree(pickle.dumps((how, mine)), "norms of gradients")
         ways, rows = zip(*map(pickle.loads, answers), strict=True)  # of this very program
         if len(set(ways)) > 1:
-            said = "; ".join(f"rank {rank}: {way}" for rank, way in enumerate(ways))
+            said = self._company.members.listed(ways)
             raise DivergenceError(
                 f"ranks of a pipeline clip in different ways ({said})",
                 advice="clip by the same norm on every rank",

@@ -82,7 +82,7 @@ class Pipeline:
     def compare(self, model: nn.Module) -> None:
         """Refuse, on all ranks, a weight that stages of several have."""
         rows = self._talks.agree(told(model), "weights of stages")
-        check_told(rows, len(rows) // self._n_ranks)
+        check_told(rows, len(rows) // self._n_ranks, self._talks.members)
 
     def meet(self, what: str) -> None:
         """Wait for all ranks; raises RankLost for one that does not come, with its error."""

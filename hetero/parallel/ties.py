@@ -17,6 +17,7 @@ from torch import nn
 
 from hetero.crc import crc32
 from hetero.errors import ConfigError
+from hetero.members import Members
 from hetero.parallel.stages import Cut
 from hetero.train.model.units import inside
 
@@ -82,7 +83,7 @@ def begin_of(weight: torch.Tensor) -> str:
     return f"{crc32(memoryview(some.view(torch.uint8).numpy())):08x}"
 
 
-def check_told(rows: Sequence[bytes], n_stage: int) -> None:
+def check_told(rows: Sequence[bytes], n_stage: int, members: Members) -> None:
     """Raise ConfigError if an embedding of one stage is another stage's weight, too.
 
     Args:
@@ -95,9 +96,10 @@ def check_told(rows: Sequence[bytes], n_stage: int) -> None:
                 continue
             known, again, embeds = seen.setdefault(f"{shape} {begin}", (rank, name, is_embedding))
             if known != rank and (embeds or is_embedding):
+                one, other = members.name(known * n_stage), members.name(rank * n_stage)
                 raise ConfigError(
-                    f"{again!r} of rank {known * n_stage} and {name!r} of rank {rank * n_stage}"
-                    " have the same numbers: a tied weight, whose gradients nothing adds up",
+                    f"{again!r} of {one} and {name!r} of {other} have the same numbers: a tied"
+                    " weight, whose gradients nothing adds up",
                     advice=f"{UNTIE}; if these are to be two weights, let their first numbers"
                     " differ",
                 )

@@ -45,7 +45,7 @@ class Waits:
         patience_seconds: float = HEARING_SECONDS,
         pauses_seconds: Sequence[float] = POLL_SECONDS,
     ) -> None:
-        self.size = news.size
+        self.members, self.size = news.members, news.size
         self.timeout_seconds = timeout_seconds
         self.communicators: list[dist.ProcessGroup] = []
         """Aborted when a rank is lost: what they run on a device would never end."""
@@ -104,10 +104,11 @@ class Waits:
 
     def late(self) -> Left:
         """Return the cause of a wait that is too long; without one, as much as is known of it."""
-        mine, seconds = self._news.rank, f"{self.timeout_seconds:.0f} s"
-        late = Left(Parting.SILENT, mine, f"had no answer for {seconds}")
+        news, seconds = self._news, f"{self.timeout_seconds:.0f} s"
+        late = Left(Parting.SILENT, news.rank, f"had no answer for {seconds}")
         if self.size == 2:
-            late = Left(Parting.SILENT, 1 - mine, f"said nothing for {seconds}")
+            other = self.members.ranks[1 - news.number]
+            late = Left(Parting.SILENT, other, f"said nothing for {seconds}")
         return self._news.known() or late
 
     def check(self) -> None:

@@ -17,6 +17,7 @@ from hetero.device import Device, Slab, Ticket
 from hetero.device.comm import ALONE_COMM, Alone, Comm, Company, Relay, relay_of
 from hetero.dry import DryDevice
 from hetero.errors import ConfigError
+from hetero.members import all_of
 from hetero.parallel.mesh import (
     REPLICATE,
     SHARD,
@@ -75,7 +76,7 @@ class Mirror:
     def __init__(self, ranks: Cluster, device: DryDevice, profile: MachineProfile) -> None:
         self.n_shares, self.n_copies, self.n_local = ranks.n_shares, ranks.n_copies, ranks.n_here
         self.sum_group = ranks.sum_group
-        self.size = ranks.size
+        self.size, self.members = ranks.size, all_of(ranks.size)
         self.relay: Relay | None = None  # of one machine, where every rank reads all addends
         if ranks.n_machines > 1:
             self.relay = relay_of(0, self.size, self.n_shares, self.sum_group)

@@ -35,6 +35,7 @@ from hetero.errors import (
     UnsafeCheckpoint,
 )
 from hetero.io import IO, Folder
+from hetero.members import all_of
 from hetero.tensorfile import BLOCK
 from hetero.testing.faults import FaultPlan
 from tests.faults.crafted import sealed
@@ -53,7 +54,7 @@ class ThreadRank:
     """One of several ranks that are threads of this process."""
 
     def __init__(self, rank: int, size: int, barrier: threading.Barrier, rows: list[bytes]) -> None:
-        self.rank, self.size = rank, size
+        self.rank, self.size, self.members = rank, size, all_of(size)
         self._barrier, self._rows = barrier, rows
 
     def agree(self, row: bytes, what: str) -> Sequence[bytes]:

@@ -36,7 +36,7 @@ def layout() -> Layout:
 
 def shared_node() -> tuple[SharedNode, Control]:
     control = Control(mmap.mmap(-1, Control.size_bytes(2)), os.getpid(), 2)
-    news = cast("News", SimpleNamespace(rank=0))
+    news = cast("News", SimpleNamespace(number=0))
     comm = cast("Comm", SimpleNamespace(rank=0, n_shares=1))
     watch = RankWatch({0: os.getpid()}, news, 1.0)
     return SharedNode(comm, layout(), {0: control}, watch), control

@@ -12,6 +12,7 @@ import pytest
 
 from hetero.device import Accelerator, Ticket
 from hetero.errors import ConfigError, RankLost
+from hetero.members import all_of
 from hetero.parallel.gathers import GatherWatch
 from hetero.parallel.news import News
 from hetero.parallel.waits import Waits
@@ -36,7 +37,7 @@ def group() -> Communicator:
 @pytest.fixture
 def waits(group: Any) -> Waits:
     silent: Any = SimpleNamespace(recv=lambda *args: None, send=lambda *args: None)
-    made = Waits(News(silent, 0, 2), TIMEOUT_SECONDS)
+    made = Waits(News(silent, all_of(2), 0), TIMEOUT_SECONDS)
     made.communicators.append(group)
     return made
 
@@ -122,8 +123,8 @@ def device_of(uuid: str) -> Any:
 
 def comm_of(*uuids: str, n_shares: int, node: Any = None) -> Any:
     rows = [uuid.encode() for uuid in uuids]
-    agree = {"agree": lambda row, what: rows}
-    return SimpleNamespace(size=len(uuids), n_shares=n_shares, node=node, **agree)
+    given = {"agree": lambda row, what: rows, "members": all_of(len(uuids))}
+    return SimpleNamespace(size=len(uuids), n_shares=n_shares, node=node, **given)
 
 
 def test_ranks_of_a_copy_gather_on_a_device_each() -> None:

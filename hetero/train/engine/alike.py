@@ -16,6 +16,7 @@ from hetero.crc import crc32
 from hetero.device import Device, n_accelerators
 from hetero.device.comm import Comm, Company
 from hetero.errors import ConfigError, DivergenceError
+from hetero.members import Members
 from hetero.train.engine.blueprint import Blueprint
 from hetero.train.engine.lacking import lacking, refuse_lacking
 from hetero.train.gradients.slot import NONE, LazyGrad
@@ -90,9 +91,9 @@ def compare(comm: Company, facts: Mapping[str, str], what: str, *, advice: str) 
     for key in dict.fromkeys(key for row in told for key in row):
         values = [row.get(key, "nothing") for row in told]
         if len(set(values)) > 1:
-            each = "; ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
+            said = comm.members.listed(values)
             raise DivergenceError(
-                f"ranks that share a model differ in {key} ({each})", advice=advice
+                f"ranks that share a model differ in {key} ({said})", advice=advice
             )
 
 
@@ -196,10 +197,10 @@ def check_device(device: Device, comm: Comm) -> None:
         copy = rows[first : first + comm.n_shares]
         twice = next((row for row in copy if copy.count(row) > 1), None)
         if twice is not None:
-            ranks = [first + at for at, row in enumerate(copy) if row == twice]
+            ranks = comm.members.names(first + at for at, row in enumerate(copy) if row == twice)
             raise ConfigError(
-                f"ranks {', '.join(map(str, ranks))} compute on one CUDA device and cannot read"
-                " each other's homes: NCCL gathers shares, for one rank a device",
+                f"{ranks} compute on one CUDA device and cannot read each other's homes: NCCL"
+                " gathers shares, for one rank a device",
                 advice="start a rank a device, and call torch.cuda.set_device("
                 "int(os.environ['LOCAL_RANK'])) before hetero.prepare; or let them be on one"
                 " machine with Linux, in containers that see each other's processes",
@@ -239,7 +240,7 @@ def share_values(comm: Comm, tensors: Iterable[tuple[str, torch.Tensor]]) -> Non
         for name, tensor in real
     ]
     told: list[Any] = [pickle.loads(row) for row in comm.agree(pickle.dumps(mine), "first values")]
-    check_names([[said for said, _ in row] for row in told])
+    check_names([[said for said, _ in row] for row in told], comm.members)
     for number, (name, tensor) in enumerate(real):
         if len({row[number] for row in told}) == 1:
             continue
@@ -250,13 +251,13 @@ def share_values(comm: Comm, tensors: Iterable[tuple[str, torch.Tensor]]) -> Non
             tensor.copy_(value)
 
 
-def check_names(told: Sequence[Sequence[str]]) -> None:
+def check_names(told: Sequence[Sequence[str]], members: Members) -> None:
     """Raise DivergenceError unless all ranks have tensors of the same names and shapes."""
     for each in zip_longest(*told, fillvalue="nothing"):
         if len(set(each)) > 1:
-            said = "; ".join(f"rank {rank}: {name}" for rank, name in enumerate(each))
             raise DivergenceError(
-                f"ranks that share a model have other parameters or buffers ({said})",
+                "ranks that share a model have other parameters or buffers"
+                f" ({members.listed(each)})",
                 advice="build the same model on every rank",
             )
 

@@ -61,12 +61,11 @@ def agreed_division(
             raise error
         finally:
             del error  # its traceback holds this frame, and the program's, with its tensors
-    for rank, row in enumerate(told):
+    for number, row in enumerate(told):
         if row.refusal is not None:
             message, advice, needed = row.refusal
-            raise OutOfMemory(
-                f"on rank {rank}: {message}", tier="HBM", advice=advice, needed_bytes=needed
-            )
+            said = f"on {comm.members.name(number)}: {message}"
+            raise OutOfMemory(said, tier="HBM", advice=advice, needed_bytes=needed)
     if not is_common and mine.division is not None:
         return mine.division
     most = max(told, key=lambda row: row.division.moving_bytes)  # the first of equals

@@ -152,7 +152,7 @@ def step_together(store: HomeStore, works: Sequence[WholeShares]) -> None:
         told = pickle.loads(raw)  # of this very program
         if isinstance(told, str):
             raise DivergenceError(
-                f"rank {other} failed in the updates of a step: {told}",
+                f"{comm.members.name(other)} failed in the updates of a step: {told}",
                 advice="load the last checkpoint: parameters are of two steps",
             )
         if other != comm.rank and other in owners:
