@@ -22,6 +22,7 @@ from torch.utils.flop_counter import flop_registry
 
 from hetero.errors import ConfigError
 from hetero.internals import DispatchMode
+from hetero.parallel.grouped import of_any_dtype
 from hetero.parallel.waists import (
     BLANKS,
     Narrowing,
@@ -153,6 +154,7 @@ class Products(DispatchMode):
         return found
 
 
+@of_any_dtype()
 def examine(model: nn.Module, call: Call, clock: Clock, loss: Any = None) -> Anatomy:
     """Return the anatomy of a model that is called so.
 

@@ -26,6 +26,7 @@ from hetero.parallel.anatomy import (
     sample,
     without_bytes,
 )
+from hetero.parallel.grouped import of_any_dtype
 from hetero.parallel.mesh import STAGES, sizes_of, stage_ranks, world_size
 from hetero.parallel.stages import Cut, ModelStage, cut_model
 from hetero.parallel.ties import check_ties
@@ -186,6 +187,7 @@ def split(
     )
 
 
+@of_any_dtype()
 def check_runs(
     model: nn.Module, anatomy: Anatomy, found: Cut, call: Call, bound: Mapping[str, Any]
 ) -> None:

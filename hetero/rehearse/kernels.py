@@ -8,6 +8,7 @@ is one that makes every score. The conditions here are those of ``sdp_utils_cpp.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial, wraps
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch.nn.functional as F
 
 from hetero.dry import META, write_unseen
 from hetero.internals import AUTOCAST_INIT, install
+from hetero.parallel.grouped import of_any_dtype
 
 HALF = (torch.float16, torch.bfloat16)
 FLASH_HEAD_DIM = 256  # of CUDA's flash kernels
@@ -34,15 +36,18 @@ class AsOn:
         self._attend = attend_cuda if is_cuda else attend_cpu
 
     def __enter__(self) -> AsOn:
-        self._library = torch.library.Library("aten", "IMPL")
+        library = torch.library.Library("aten", "IMPL")
         attention: Any = partial(attend, self._attend)
-        self._library.impl("scaled_dot_product_attention", attention, "AutogradMeta")
-        self._undo = install((AUTOCAST_INIT.replaced(casts_none_of_meta),))
+        with ExitStack() as stack:
+            stack.callback(library._destroy)
+            library.impl("scaled_dot_product_attention", attention, "AutogradMeta")
+            stack.callback(install((AUTOCAST_INIT.replaced(casts_none_of_meta),)))
+            stack.enter_context(of_any_dtype())
+            self._undo = stack.pop_all()
         return self
 
     def __exit__(self, *raised: Any) -> None:
-        self._undo()
-        self._library._destroy()
+        self._undo.close()
 
 
 def casts_none_of_meta(own: Callable[..., None]) -> Callable[..., None]:

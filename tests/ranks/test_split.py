@@ -13,7 +13,14 @@ from torch import nn
 from torch.distributed.pipelining import ScheduleZBVZeroBubble
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
 
 import hetero
 from hetero.errors import ConfigError, RankLost, StateError
@@ -67,6 +74,22 @@ def llama() -> nn.Module:
     return LlamaForCausalLM(config)
 
 
+def mixtral() -> nn.Module:
+    """In fp32, as models are made: torch multiplies by experts without bytes in bf16 alone."""
+    config = MixtralConfig(
+        vocab_size=WORDS,
+        hidden_size=WIDTH,
+        intermediate_size=WIDTH,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=4,
+        max_position_embeddings=LENGTH,
+        attn_implementation="sdpa",
+    )
+    return MixtralForCausalLM(config)
+
+
 def gpt2() -> nn.Module:
     ends = dict.fromkeys(("bos_token_id", "eos_token_id"))
     none = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
@@ -86,7 +109,7 @@ def sequential() -> nn.Module:
     return nn.Sequential(nn.Embedding(WORDS, WIDTH), *blocks, nn.Linear(WIDTH, WORDS))
 
 
-MODELS = {"gpt": gpt, "llama": llama, "gpt2": gpt2, "sequential": sequential}
+MODELS = {each.__name__: each for each in (gpt, llama, mixtral, gpt2, sequential)}
 
 
 def made(kind: str) -> nn.Module:
@@ -590,9 +613,14 @@ def test_gradients_are_not_divided_by_micro_batches_twice() -> None:
 
 @pytest.mark.usefixtures("one_anatomy")
 @pytest.mark.campaign(seconds=5)
-@pytest.mark.parametrize(("kind", "name"), [("gpt", "1F1B"), ("llama", "Interleaved1F1B")])
-def test_split_and_prepared_stages_train_as_the_model_in_one_process(kind: str, name: str) -> None:
-    check(2, kind, name)
+@pytest.mark.parametrize(
+    ("kind", "name", "hbm"),
+    [("gpt", "1F1B", HBM), ("llama", "Interleaved1F1B", HBM), ("mixtral", "1F1B", 160 * 1024)],
+)
+def test_split_and_prepared_stages_train_as_the_model_in_one_process(
+    kind: str, name: str, hbm: int
+) -> None:
+    check(2, kind, name, hbm=hbm)
 
 
 @pytest.mark.slow

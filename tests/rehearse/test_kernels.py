@@ -63,6 +63,25 @@ class Function(nn.Module):
         return self.function(x * self.weight)
 
 
+class Experts(nn.Module):
+    """Rows in groups, each times its own matrix; or a product for each group."""
+
+    def __init__(self, *, is_sorted: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2, D, D))
+        self.register_buffer("ends", torch.tensor([7, 14], dtype=torch.int32))
+        self.is_sorted = is_sorted
+
+    def forward(self, x: Tensor) -> Tensor:
+        multiply: Any = F.grouped_mm
+        found: Tensor = (
+            multiply(x.flatten(0, 1), self.weight, offs=self.ends)
+            if self.is_sorted
+            else multiply(x, self.weight)
+        )
+        return found
+
+
 def heads(x: Tensor, n: int = 4) -> Tensor:
     return x.view(*x.shape[:2], n, -1).transpose(1, 2)
 
@@ -85,6 +104,8 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "avg_pool": (lambda: conv(nn.AdaptiveAvgPool2d(1)), IMAGE),
     "upsample": (lambda: conv(nn.Upsample(scale_factor=2, mode="bilinear")), IMAGE),
     "prelu": (nn.PReLU, SEQUENCE),
+    "experts": (lambda: Experts(is_sorted=True), SEQUENCE),
+    "matrices": (lambda: Experts(is_sorted=False), SEQUENCE),
     **{
         name: ((lambda function=function: Function(function)), SEQUENCE)
         for name, function in {
