@@ -145,7 +145,7 @@ def save_checkpoint(
 
     def prepare() -> bytes:
         engine.residence.quiesce()  # updates may go on
-        engine.setup.masters.follow()
+        engine.setup.masters.follow_for_now()
         # 1. take all small values now, and list the tensors
         plan.list_parts(engine, kinds)
         if comm.rank == 0:

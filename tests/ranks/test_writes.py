@@ -266,6 +266,40 @@ def test_a_written_weight_is_its_own_master_on_all_ranks(write: Write, one_sided
     assert_same(expected, run_ranks(2, on_a_rank, write, one_sided, settings, nothing))
 
 
+def reads_between(loop: Loop, rank: int) -> Any:
+    """Put averages in the place of weights; the first rank alone reads masters meanwhile."""
+    torch.manual_seed(0)
+    net = Net()
+    model, optimizer = loop.prepared(net, adamw(net.parameters()))
+    for step in range(STEPS):
+        loop.backward(lambda rank: model(batch(step, rank, width=10)).pow(2).mean())  # noqa: B023
+        optimizer.step()
+        optimizer.zero_grad()
+        kept = [param.data.clone() for param in model.parameters()]
+        for param in model.parameters():
+            param.data.mul_(0.5)
+        if rank == 0:
+            copy.deepcopy(optimizer.state_dict())
+        if dist.is_initialized():
+            dist.barrier()
+        for param, value in zip(model.parameters(), kept, strict=True):
+            param.data.copy_(value)
+    return values(model, optimizer)
+
+
+def reads_between_alone(rank: int) -> Any:
+    settings = {"mesh": "world", "timeout_seconds": SECONDS, "precision": "bf16"}
+    loop = Ours(rank, one_sided=True, settings=settings)
+    found = reads_between(loop, rank)
+    hetero.release(loop.models[0])
+    return found
+
+
+def test_a_rank_that_reads_masters_alone_decides_nothing() -> None:
+    expected = reads_between(OneRank(0, one_sided=True, settings={"precision": "bf16"}), 1)
+    assert_same(expected, run_ranks(2, reads_between_alone))
+
+
 def freeze(net: Net) -> None:
     net.blocks[1].requires_grad_(False)
 

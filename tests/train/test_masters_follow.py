@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ from torch import Tensor
 
 import hetero
 from hetero.api import engine_of
+from hetero.errors import OutOfMemory
 from hetero.train.engine.tuning import Tuning
 from tests.equivalence.harness import stay_paged
 from tests.train.test_precision import WORKING, Reference, data, loss_of, start, train
@@ -47,6 +49,17 @@ def test_averages_take_the_place_of_weights_for_an_evaluation(precision: str, pl
         loss_of(model, data(7, precision))
     for param, value in zip(params, kept, strict=True):
         param.data.copy_(value)
+    train(reference, model, optimizer, steps=2)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_masters_that_are_loaded_are_kept_after_a_weight_was_read(place: str) -> None:
+    reference, model, optimizer = begun("bf16", place)
+    weights, states = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+    model.blocks[1].up.weight.data.sum()
+    model.blocks[2].up.weight.data.mul_(2)
+    optimizer.load_state_dict(states)
+    model.load_state_dict(weights)
     train(reference, model, optimizer, steps=2)
 
 
@@ -101,6 +114,7 @@ class Run:
         self.seen: list[Tensor] = []  # what the program has read
         self.held: list[Tensor] = []
         self.stored: dict[int, Tensor] = {}
+        self.kept: tuple[dict[str, Any], dict[str, Any]] | None = None
 
     def step(self, number: int, part: bool) -> None:
         hetero.backward(loss_of(self.model, data(number, self.precision), spare=part))
@@ -146,6 +160,24 @@ class Run:
     def write_a_state_dict(self, number: int, part: bool) -> None:
         self.model.state_dict()[self.names[number]].view(-1)[:2].add_(1)
 
+    def write_by_numpy(self, number: int, part: bool) -> None:
+        if self.precision == "fp16":  # numpy has no bf16
+            self.params[number].data.numpy()[..., :2] += 1
+
+    def keep(self, number: int, part: bool) -> None:
+        """Keep what a checkpoint of torch's would have."""
+        self.kept = (
+            copy.deepcopy(self.model.state_dict()),
+            copy.deepcopy(self.optimizer.state_dict()),
+        )
+
+    def load(self, number: int, part: bool) -> None:
+        if self.kept is not None:
+            model, optimizer = self.kept
+            self.optimizer.load_state_dict(copy.deepcopy(optimizer))
+            if part:
+                self.model.load_state_dict(model)
+
     def read(self, number: int, part: bool) -> None:
         self.seen.append(self.params[number].data.clone())
 
@@ -173,7 +205,8 @@ class Run:
 DOES: tuple[Callable[..., None], ...] = (
     *(Run.step, Run.step, Run.store, Run.restore, Run.restore, Run.add, Run.add),
     *(Run.write_the_same, Run.scale, Run.evaluate, Run.hold, Run.drop, Run.write_what_is_held),
-    *(Run.write_a_state_dict, Run.read, Run.read_states, Run.save),
+    *(Run.write_a_state_dict, Run.read, Run.read_states, Run.save, Run.write_by_numpy),
+    *(Run.keep, Run.load),
 )
 
 
@@ -200,7 +233,7 @@ def test_drawn_programs_have_the_same_masters_at_every_budget(
     for place, settings in places.items():
         try:
             found = Run(precision, tmp_path / place, **settings).results(program)
-        except hetero.OutOfMemory as error:  # what the program holds leaves no room for a unit
+        except OutOfMemory as error:  # what the program holds leaves no room for a unit
             assert "held as leases" in str(error)
             continue
         assert len(found) == len(expected)

@@ -190,12 +190,14 @@ class Engine:
         saved = ((p, setup.masters.saved(setup.segment(p))) for p in setup.params)
         return {id(p): low for p, low in saved if low is not None}
 
-    def load_master(self, param: torch.Tensor, low: torch.Tensor) -> None:
-        """Take the ``low`` of a parameter's master from a state dict."""
+    def load_masters(self, masters: Mapping[torch.Tensor, torch.Tensor]) -> None:
+        """Take the ``low`` of parameters' masters from a state dict."""
         setup = self.setup
         setup.saver.finish()
-        self.residence.settle(setup.bucket(param).id)  # a pending write would land after this
-        setup.masters.load(setup.segment(param), setup.parts.value(param, low))
+        self.residence.quiesce()  # a pending write would be noticed after this
+        for param, low in masters.items():
+            self.residence.settle(setup.bucket(param).id)
+            setup.masters.load(setup.segment(param), setup.parts.value(param, low))
 
     def void_early(self) -> None:
         """Give up a step that will not be made; early updates of it leave a broken model."""

@@ -44,13 +44,13 @@ def lacking(model: nn.Module, optimizer: object, config: Config) -> Lacking:
 
 def unnamed(model: nn.Module, config: Config) -> Iterator[tuple[str, ConfigError]]:
     """Yield the patterns of settings that match no module."""
-    names = [name for name, _ in model.named_modules(remove_duplicate=False)]
-    asked = {
-        "units": config.units or (),
-        "keep_fp32": config.keep_fp32,
-        "keep_exact": config.keep_exact,
-    }
-    for setting, patterns in asked.items():
+    first = [name for name, _ in model.named_modules()]  # of a module with several, as a unit's
+    every = [name for name, _ in model.named_modules(remove_duplicate=False)]
+    for setting, patterns, names in (
+        ("units", config.units or (), first),
+        ("keep_fp32", config.keep_fp32, every),
+        ("keep_exact", config.keep_exact, every),
+    ):
         for pattern in patterns:
             if not any(fnmatchcase(name, pattern) for name in names):
                 what = f"{setting}: {pattern!r}"

@@ -337,7 +337,7 @@ def settle(engine: Engine) -> None:
     engine.setup.saver.finish()
     engine.residence.quiesce()
     engine.finish()
-    engine.setup.masters.follow()
+    engine.setup.masters.follow_for_now()
     engine.setup.store.take_all()
 
 

@@ -115,6 +115,8 @@ class WrittenWeights:
         self._masters.assign(self._layout.home[index][1], self._parts.value(param, value))
         torch.autograd.graph.increment_version(param)
         self._versions[index] = self._parts.version(param)
+        if index in self._shown:
+            self._shown[index].copy_(row(self._data(index)))
 
     # -- for the class of parameters -------------------------------------------------------------
 

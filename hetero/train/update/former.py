@@ -1,11 +1,11 @@
 """Working weights as their masters know them, where they were written since (floor 2).
 
 [Note: what masters follow]  A write that torch does not count (through ``p.data``) makes the
-elements that differ their own masters; those that have their bits again by then keep theirs, so
-weights may make room for their averages during an evaluation. That is decided when masters are used
-next: by the step, a state dict, a checkpoint, `hetero.release`. Written weights come home earlier,
-at moments that depend on budgets. Until then this remembers what they were. Where other ranks read
-masters whenever they like, those follow at once, and what they were is remembered, too.
+elements that differ their own masters; those that have their bits again at the next update keep
+theirs, so weights may make room for their averages meanwhile. Written weights come home earlier, at
+moments that depend on budgets. Until the update this remembers what they were. If masters are read
+before it (by a state dict, a checkpoint, by other ranks whenever they like), they follow for now,
+and what they were is remembered, too.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ is the fp32 master itself.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from fnmatch import fnmatchcase
 from typing import Protocol
@@ -195,7 +195,7 @@ class Masters:
     def value(self, segment: Segment) -> torch.Tensor:
         """Return a parameter's master, or without one its weight, as an fp32 tensor of its own."""
         bucket = self._layout.bucket(segment)
-        self.follow([bucket.id])
+        self.follow_for_now([segment])
         home = self._home(bucket)
         exact = home.empty(segment, torch.float32)
         flat = row(exact)
@@ -304,7 +304,7 @@ class Masters:
         for former in self._former.of(index, run.start, run.stop):
             place = former.start, former.end
             is_same = same_bits(home.part(slice(*place)), former.weights)
-            if self._layout.is_shared and (former.low is not None or not is_same):
+            if former.low is not None or (self._layout.is_shared and not is_same):
                 self._follow(bucket, self._with_low(bucket, segment, former))
             if is_same:
                 self._former.forget(index, *place)
@@ -321,30 +321,41 @@ class Masters:
         self._former.put(segment.index, former)
         return former
 
-    def follow(self, bucket_ids: Sequence[int] | None = None) -> None:
-        """Make the weights that differ from what they were their own masters, of some buckets or of
-        all; see [Note: what masters follow]."""
+    def follow(self, bucket_ids: Collection[int] | None = None) -> None:
+        """An update is about to use masters, of some buckets or of all: weights that differ from
+        what they were are their own from now on; see [Note: what masters follow]."""
         for index in self._former:
             bucket_id, segment = self._layout.home[index]
             if bucket_ids is None or bucket_id in bucket_ids:
-                bucket = self._layout.buckets[bucket_id]
                 for former in self._former.of(index, segment.offset, segment.end):
                     if former.low is None:
-                        with host_work():
-                            self._follow(bucket, former)
+                        self._follow(self._layout.buckets[bucket_id], former)
                     self._former.forget(index, former.start, former.end)
+
+    def follow_for_now(self, segments: Iterable[Segment] | None = None) -> None:
+        """Masters are about to be read, of some parameters or of all: those of weights that differ
+        from what they were are their own until these come back."""
+        if segments is None:
+            segments = [self._layout.home[index][1] for index in self._former]
+        for segment in segments:
+            bucket = self._layout.bucket(segment)
+            for former in self._former.of(segment.index, segment.offset, segment.end):
+                if former.low is None:
+                    self._follow(bucket, self._with_low(bucket, segment, former))
+            self._former.to_ram(segment.index)
 
     def _follow(self, bucket: Bucket, former: Former) -> None:
         """Give weights that differ from ``former`` masters of their own, and the others theirs."""
         home, low = self._home(bucket), self.low(bucket)
         uses = (home, PinUse.READ), (low, PinUse.WRITE)
-        for run in self._store.runs(former.start, former.end, *uses):
-            was = former.part(run.start, run.stop)
-            assert was is not None
-            part, now = home.part(run), low.part(run)
-            changed = part.view(torch.int16) != was.weights.to(part.device).view(torch.int16)
-            kept = now if was.low is None else was.low.to(now.device)
-            now.copy_(torch.where(changed, own_low(part, now), kept))
+        with host_work():
+            for run in self._store.runs(former.start, former.end, *uses):
+                was = former.part(run.start, run.stop)
+                assert was is not None
+                part, now = home.part(run), low.part(run)
+                changed = part.view(torch.int16) != was.weights.to(part.device).view(torch.int16)
+                kept = now if was.low is None else was.low.to(now.device)
+                now.copy_(torch.where(changed, own_low(part, now), kept))
 
     # -- state dicts -----------------------------------------------------------------------------
 
@@ -382,7 +393,7 @@ class Masters:
         bucket = self._layout.bucket(segment)
         if not bucket.has_master:
             return None
-        self.follow([bucket.id])
+        self.follow_for_now([segment])
         return handle(self._store, self.low(bucket), segment).detach()
 
 

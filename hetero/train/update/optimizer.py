@@ -80,8 +80,8 @@ class StepEngine(Protocol):
     def saved_masters(self) -> dict[int, torch.Tensor]:
         """Return the ``low`` of each master, for a state dict, by the parameter's id."""
 
-    def load_master(self, param: torch.Tensor, low: torch.Tensor) -> None:
-        """Take the ``low`` of a parameter's master from a state dict."""
+    def load_masters(self, masters: Mapping[torch.Tensor, torch.Tensor]) -> None:
+        """Take the ``low`` of parameters' masters from a state dict."""
 
     @property
     def scaler(self) -> LossScaler | None:
@@ -221,8 +221,9 @@ class Optimizer(torch.optim.Optimizer):
         for key, value in state_dict["state"].items():
             param = of_id[key]
             self.state[param] = self._engine.adopt(param, dict(value), group_of[id(param)])
-        for key, low in state_dict.get(MASTERS, {}).items():
-            self._engine.load_master(of_id[key], low)
+        masters = {of_id[key]: low for key, low in state_dict.get(MASTERS, {}).items()}
+        if masters:
+            self._engine.load_masters(masters)
         if self._engine.scaler is not None and SCALER in state_dict:
             self._engine.scaler.load_state_dict(state_dict[SCALER])
         for after in self._optimizer_load_state_dict_post_hooks.values():
