@@ -76,6 +76,7 @@ def _fork(
         # Garbage of the parent's is not this process's to destroy: a process group of torch, say,
         # whose end waits for threads that are not here.
         gc.freeze()
+        faulthandler.disable()  # else it takes its handlers for its own that a library has replaced
         faulthandler.enable((folder / f"{rank}.fault").open("wb"))  # until the process ends
         signal.signal(signal.SIGINT, signal.default_int_handler)
         os.environ.update(GLOO_SOCKET_IFNAME="lo", RANK=str(rank), LOCAL_RANK=str(rank))
