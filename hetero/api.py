@@ -100,11 +100,8 @@ def prepare_tuned(
     with ExitStack() as undo:
         pipeline = open_pipeline(model, config.mesh, config.timeout_seconds)
         undo.callback(pipeline.close)
-        if pipeline.company is not None:
-            check_stages_alike(pipeline.company, model, optimizer, config)
         context = undo.enter_context(closing(open_context(config.mesh, config.timeout_seconds)))
-        is_stage = pipeline.company is not None
-        engine = _engine(model, optimizer, config, tuning or Tuning(), is_stage=is_stage)
+        engine = _engine(model, optimizer, config, tuning or Tuning(), pipeline.company)
         undo.callback(engine.release)
         pipeline.meet("prepare")
         undo.pop_all()
@@ -121,15 +118,16 @@ def _engine(
     optimizer: torch.optim.Optimizer | None,
     config: Config,
     tuning: Tuning,
-    *,
-    is_stage: bool,
+    stages: Company | None,
 ) -> Engine:
-    """Return the engine of this rank's model."""
+    """Return the engine of this rank's model; ``stages``: all ranks, if each has stages of it."""
     parts = parts_of(model)
     check_model(model, weights=config.weights is not None, parts=parts)
     inner = check_pair(model, optimizer)
-    if not is_stage:
+    if stages is None:
         refuse_lacking([lacking(model, inner, config)])
+    else:
+        check_stages_alike(stages, model, inner, config)
     check_parted(model, inner, parts)
     device = open_device(config.device)
     comm = open_comm(
