@@ -64,6 +64,16 @@ def test_masters_that_are_loaded_are_kept_after_a_weight_was_read(place: str) ->
 
 
 @pytest.mark.parametrize("place", PLACES)
+def test_masters_are_loaded_after_what_was_written_before(place: str) -> None:
+    _, model, optimizer = begun("bf16", place)
+    states = copy.deepcopy(optimizer.state_dict())
+    model.blocks[2].up.weight.data.mul_(2)
+    optimizer.load_state_dict(states)
+    found = optimizer.state_dict()["masters"]
+    assert all(torch.equal(found[key], low) for key, low in states["masters"].items())
+
+
+@pytest.mark.parametrize("place", PLACES)
 def test_of_what_is_written_back_in_part_the_rest_is_its_own_master(place: str) -> None:
     reference, model, optimizer = begun("bf16", place)
     name = "blocks.2.up.weight"

@@ -402,3 +402,11 @@ def test_a_buffer_that_another_prepared_model_has_too_stays_where_that_computes(
 
     hetero.release(second)
     assert shared in moved
+
+
+def test_a_unit_has_the_first_name_of_its_module_alone() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model.append(model[0])
+    with pytest.raises(ConfigError, match="units: '2' matches no module"):
+        hetero.prepare(model, device="cpu:sim", hbm=100_000, units=["2"])
+    hetero.release(hetero.prepare(model, device="cpu:sim", hbm=100_000, units=["0"]))
