@@ -148,7 +148,7 @@ def too_small_to_stay(stayed: Stayed) -> BudgetError:
 def overflows(scene: Scene, found: Rehearsal) -> bool:
     """Whether a model that stays on the device leaves its activations no room there."""
     limit = device_for(scene.config, scene.profile).memory.total_bytes()
-    return not found.uses and limit is not None and found.peaks[Tier.HBM] > limit
+    return not found.units and limit is not None and found.peaks[Tier.HBM] > limit
 
 
 def budget(scene: Scene, field: str) -> int | None:

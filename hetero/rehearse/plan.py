@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ from hetero.config import Config, Settings, parse_bytes
 from hetero.errors import ConfigError
 from hetero.internals import tree_iter
 from hetero.parallel.mesh import refuse_stages
+from hetero.plan.division import Hbm
 from hetero.plan.machine import Dtype, MachineProfile
+from hetero.plan.weighing import Copies
 from hetero.rehearse.attempts import (
     BUDGETS,
     Fitted,
@@ -35,7 +38,7 @@ from hetero.rehearse.rehearsal import (
     Scene,
     plain_step,
 )
-from hetero.rehearse.stand_in import update_seconds
+from hetero.rehearse.stand_in import device_for, update_seconds
 from hetero.rehearse.twin import batch_twin, twin_of
 from hetero.rehearse.variants import adapted, named
 from hetero.rehearse.whatif import ENDLESS, Baseline, on_its_clock, what_if, without_hetero
@@ -46,8 +49,10 @@ from hetero.report.run import Run
 from hetero.report.views import REHEARSED, Sidecar, WhatIf
 from hetero.train.engine.budget import paging_bytes
 from hetero.train.engine.lacking import lacking, refuse_lacking
+from hetero.train.engine.spill import passing_bytes
+from hetero.train.engine.tradeoff import traffic_of
 from hetero.train.update.trial import check_optimizer
-from hetero.types import Kind, Tier, format_bytes
+from hetero.types import Kind, Lane, Tier, format_bytes
 
 DTYPE: dict[str, Dtype] = {"fp32": "fp32", "bf16": "bf16", "fp16": "fp16"}
 
@@ -240,7 +245,7 @@ def drawn(
     measured = measure(found.run)  # all figures are those of the plan's page
     summary = summarize(measured)
     step_seconds, life = measured.step_seconds, measured.drive_life
-    paged = as_paged(scene, found) if estimates and not found.uses else found
+    paged = as_paged(scene, found) if estimates and not found.units else found
     peak_flops = peak_of(scene)
     plain = plain_step(scene, found.blueprint) if estimates or peak_flops is not None else None
     rows: Sequence[WhatIf] = ()
@@ -343,13 +348,15 @@ def estimates_of(
     plain: PlainStep | None,
 ) -> Sequence[WhatIf]:
     """Return estimates of other settings; of a model that stays, as if it were paged."""
-    if not paged.uses:
+    if not paged.units:
         return ()
-    baseline = on_its_clock(baseline_of(scene, paged, needed, limits), paged.step_seconds)
+    baseline = baseline_of(scene, paged, needed, limits)
+    rehearsed = paged.run.meta.budgets.get("HBM") or paged.peaks[Tier.HBM]
+    baseline = on_its_clock(baseline, paged.step_seconds, rehearsed)
     rows = what_if(baseline, described.samples, described.positions)
     if plain is None:
         return [*rows]
-    return [without_hetero(baseline.hbm_bytes, plain, baseline.tokens), *rows]
+    return [without_hetero(baseline.hbm.total_bytes, plain, baseline.tokens), *rows]
 
 
 def as_rehearsed(measured: Measured, shortfalls: Sequence[Shortfall], tokens: int) -> WhatIf:
@@ -395,23 +402,34 @@ def baseline_of(
     blueprint = found.blueprint
     trainable = [b for b in blueprint.layout.buckets if b.trainable]
     states = sum(b.numel * blueprint.costs[b.id].state for b in trainable)
-    forward = sum(use.forward_seconds for use in found.uses)
-    numel = sum(b.numel for b in blueprint.layout.buckets)
+    trained = sum(b.numel for b in trainable)
+    pace = update_seconds(scene.profile, blueprint, trained) / max(trained, 1)
+    limit = limit or budget(scene, "hbm") or found.peaks[Tier.HBM]
     return Baseline(
-        uses=found.uses,
+        units=found.units,
+        traffic=traffic_of(blueprint.layout, found.homes, pace),
+        homes=found.homes,
+        early=scene.config.updates == "backward",
+        is_auto=scene.config.activations == "auto",
         working_bytes=found.working_bytes,
         end_bytes=found.end_bytes,
-        fixed_hbm_bytes=found.buffer_bytes + blueprint.least_bytes,
+        hbm=Hbm(
+            *(limit, found.buffer_bytes, blueprint.least_bytes, blueprint.granule_bytes),
+            units=blueprint.frames_of_units(),
+        ),
         home_bytes=blueprint.home_bytes,
         state_bytes=states,
-        param_bytes=sum(b.home_bytes for b in blueprint.layout.buckets),
-        numel=numel,
-        hbm_bytes=limit or budget(scene, "hbm") or found.peaks[Tier.HBM],
-        host_bytes=budget(scene, "host") or 0,
+        numel=sum(b.numel for b in blueprint.layout.buckets),
+        host_bytes=max(0, (budget(scene, "host") or 0) - passing_bytes(blueprint)),
         disk_bytes=(budget(scene, "nvme_bytes") or ENDLESS) if scene.config.nvme else 0,
-        compute_seconds=3 * forward,
-        update_seconds=update_seconds(scene.profile, blueprint, sum(b.numel for b in trainable)),
         tokens=tokens_of(scene),
         profile=scene.profile,
+        copies=copies_of(scene),
         needed=dict(needed),
     )
+
+
+def copies_of(scene: Scene) -> Copies:
+    """Return how long copies take on the scene's machine."""
+    seconds = device_for(scene.config, scene.profile).copy_seconds
+    return Copies(*(partial(seconds, lane) for lane in (Lane.H2D, Lane.D2H, Lane.D2D)))

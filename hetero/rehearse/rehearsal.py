@@ -23,11 +23,12 @@ from hetero.errors import BudgetError
 from hetero.events import What
 from hetero.internals import backward_of_inputs, backward_of_weights, run_backward
 from hetero.parallel.mesh import TENSOR
-from hetero.plan.activations import Use
 from hetero.plan.hardware import sha256
 from hetero.plan.machine import MachineProfile
 from hetero.plan.network import sum_seconds
 from hetero.plan.pipeline import WHOLE_BATCH, Pass
+from hetero.plan.placement import BucketHomes
+from hetero.plan.weighing import UnitStep
 from hetero.rehearse.clock import OpClock
 from hetero.rehearse.disk import DryDisk, open_dry_pool
 from hetero.rehearse.failures import explaining
@@ -126,8 +127,10 @@ class Rehearsal:
     blueprint: Blueprint
     policies: dict[str, str]
     """By unit."""
-    uses: tuple[Use, ...]
-    """What units leave for backward, in the order of forward; none of a model that stays."""
+    units: tuple[UnitStep, ...]
+    """Of a step, in the order of forward; none of a model that stays."""
+    homes: tuple[BucketHomes, ...]
+    """That may be on HBM, the most useful first."""
     working_bytes: int
     """At the peak, apart from bytes that units leave."""
     end_bytes: int
@@ -358,7 +361,8 @@ def outcome(
     policies = {
         names[unit]: str(policy) for unit, policy in engine.residence.activations.policies.items()
     }
-    uses: tuple[Use, ...] = ()
+    units: tuple[UnitStep, ...] = ()
+    homes: tuple[BucketHomes, ...] = ()
     working = end = 0
     settled = max(0, len(steps) - 1)  # the last step is the one that is as all that follow
     meta = replace(meta_as_predicted(engine, profile), warmup=settled)
@@ -368,10 +372,15 @@ def outcome(
     if paged is not None:
         forecast = paged.fitting.forecast
         seconds = forward_seconds(run, engine.setup.device.is_cuda)
-        uses = tuple(
-            replace(forecast.use(unit), forward_seconds=seconds.get(unit, 0.0))
+        chosen, needs = engine.residence.activations.policies, engine.setup.blueprint.needs
+        units = tuple(
+            UnitStep(
+                replace(forecast.use(unit), forward_seconds=seconds.get(unit, 0.0)),
+                *(chosen[unit], needs[unit]),
+            )
             for unit in forecast.rows
         )
+        homes = (*engine.setup.budget.on_hbm, *paged.fitting.room.homes.homes)
         working = forecast.working_bytes(goes_down=False)
         end = forecast.behind_bytes(goes_down=False)
     return Rehearsal(
@@ -383,7 +392,8 @@ def outcome(
         },
         blueprint=engine.setup.blueprint,
         policies=policies,
-        uses=uses,
+        units=units,
+        homes=homes,
         working_bytes=working,
         end_bytes=end,
         buffer_bytes=engine.setup.budget.buffer_bytes,

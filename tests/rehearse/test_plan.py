@@ -104,7 +104,7 @@ def test_hbm_that_is_ram_is_counted_once(tmp_path: Path, hbm: int | None) -> Non
     path.write_text(dump(small))
     found = planned(profile=str(path), hbm=hbm)
 
-    assert found.fits and found.rehearsal.uses  # it pages
+    assert found.fits and found.rehearsal.units  # it pages
     assert tier(found, "HBM").peak_bytes + tier(found, "HOST").peak_bytes <= 2_300_000
     budgets = [tier(found, name).budget_bytes for name in ("HBM", "HOST")]
     assert sum(budgets) == 2_300_000
@@ -117,7 +117,7 @@ def test_activations_that_a_card_does_not_hold_are_computed_again_and_states_sta
 
     assert found.fits and "activations" not in found.settings
     assert found.policies["recompute"] and found.policies["keep"]
-    assert not found.rehearsal.uses  # of frames: weights stay
+    assert not found.rehearsal.units  # of frames: weights stay
     hbm = tier(found, "HBM")
     assert hbm.peak_bytes <= hbm.budget_bytes
 

@@ -58,7 +58,7 @@ class Card(NamedTuple):
         stays = scene.hbm >= self.stays_from
         here = self.again_in if scene.again else self.stays_in
         return SimpleNamespace(
-            uses=() if stays else (1,),
+            units=() if stays else (1,),
             error=None if stays or scene.hbm >= self.pages_in else short("HBM", self.pages_in),
             peaks={Tier.HBM: here if stays else scene.hbm},
             blueprint=self.stays_from,
@@ -82,7 +82,7 @@ def started(monkeypatch: pytest.MonkeyPatch, card: Card, asked: list[tuple[int, 
         "ways": other_ways,
         "budget": lambda scene, field: getattr(scene, field),
         "with_budget": lambda scene, field, n: changed(scene, **{field: n}),
-        "overflows": lambda scene, found: not found.uses and found.peaks[Tier.HBM] > scene.hbm,
+        "overflows": lambda scene, found: not found.units and found.peaks[Tier.HBM] > scene.hbm,
     }.items():
         monkeypatch.setattr(f"hetero.rehearse.attempts.{name}", made)
     return SimpleNamespace(hbm=HBM, host=HOST, again=False, config=None)
@@ -119,7 +119,7 @@ def test_of_computing_again_and_paging_the_faster_is_taken_where_both_fit(
 
     fitted = until_it_fits(started(monkeypatch, card, []))
 
-    assert bool(fitted.found.uses) is pages
+    assert bool(fitted.found.units) is pages
     assert fitted.found.step_seconds == min(1.0, pages_seconds)
     assert not fitted.shortfalls
 

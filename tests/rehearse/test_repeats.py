@@ -84,7 +84,7 @@ def assert_the_same(make: Callable[[], Scene]) -> Rehearsal:
             assert getattr(first, field.name) == getattr(second, field.name), field.name
     assert str(here.error) == str(there.error)
     assert (here.peaks, here.kinds) == (there.peaks, there.kinds)
-    assert (here.policies, here.uses) == (there.policies, there.uses)
+    assert (here.policies, here.units) == (there.policies, there.units)
     assert (here.working_bytes, here.end_bytes) == (there.working_bytes, there.end_bytes)
     assert (here.buffer_bytes, here.locked_bytes) == (there.buffer_bytes, there.locked_bytes)
     assert shown(here) == shown(there)

@@ -221,8 +221,9 @@ def needed_on_hbm(
     plan: Blueprint, hbm: Hbm, memory: Memory, config: Config, extent_numel: int | None
 ) -> tuple[BucketHomes, ...]:
     """Return the homes that are on HBM for good, since HOST and a disk do not hold them all."""
+    movable = movable_homes(plan, is_cuda=True)
     if not config.nvme:
-        return first_homes(plan, hbm, plan.home_bytes + passing_bytes(plan) - memory.host)
+        return first_homes(movable, hbm, plan.home_bytes + passing_bytes(plan) - memory.host)
     found: tuple[BucketHomes, ...] = ()
     while True:
         up = frozenset(homes.bucket for homes in found)
@@ -230,7 +231,7 @@ def needed_on_hbm(
             draw_spill(plan, memory.host, config.nvme_bytes, extent_numel, on_hbm=up)
         except BudgetError as error:
             short = error.needed_bytes - (config.nvme_bytes or 0)
-            more = first_homes(plan, hbm, total_bytes(found) + short)
+            more = first_homes(movable, hbm, total_bytes(found) + short)
             if error.tier != Tier.NVME.name or len(more) == len(found):
                 return found  # the same error tells the user
             found = more

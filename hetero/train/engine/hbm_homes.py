@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from hetero.memory.layout import Bucket
 from hetero.plan.division import WIDEST, Hbm
@@ -55,12 +55,15 @@ def sizes_of(plan: Blueprint, bucket: Bucket, *, sums: bool) -> dict[Kind, int]:
     return sizes
 
 
-def first_homes(plan: Blueprint, hbm: Hbm, short_bytes: int) -> tuple[BucketHomes, ...]:
-    """Return the homes that are on HBM for good, so that HOST and disk have to hold ``short_bytes``
-    less: as many as fit with the frames of a few units, and one of them in activations."""
+def first_homes(
+    movable: Iterable[BucketHomes], hbm: Hbm, short_bytes: int
+) -> tuple[BucketHomes, ...]:
+    """Return those of ``movable`` homes that are on HBM for good, so that HOST and disk have to
+    hold ``short_bytes`` less: as many as fit with the frames of a few units, and one of them in
+    activations."""
     room = hbm.most_bytes - (WIDEST + 1) * hbm.least_bytes
     found: list[BucketHomes] = []
-    for homes in movable_homes(plan, is_cuda=True):
+    for homes in movable:
         if short_bytes <= 0:
             break
         if homes.n_bytes <= room:

@@ -98,7 +98,7 @@ class Tradeoff:
         if pace is None or not homes:
             return None
         self._weighed = True
-        traffic, drive = self._traffic(homes, pace), self._drive()
+        traffic, drive = traffic_of(self._layout, homes, pace), self._drive()
         uses = [self._forecast.use(unit) for unit in units]
         hbm = self._room.hbm
         most = hbm.most_bytes - self._room.ring.useful_bytes
@@ -137,18 +137,25 @@ class Tradeoff:
         )
         self._passing.choose(min(1.0, SPARE * share), seconds / step.seconds)
 
-    def _traffic(self, homes: Sequence[BucketHomes], pace: float) -> dict[int, Traffic]:
-        sizes = {each.bucket: each.n_bytes for each in homes}
-        shared = self._layout.is_shared  # the rest is gathered, and addends leave, in any case
-        return {
-            bucket.id: Traffic(
-                bucket.home_bytes if shared else bucket.n_bytes,
-                bucket.n_bytes if bucket.trainable and not shared else 0,
-                pace * bucket.numel if bucket.trainable else 0.0,
-                sizes.get(bucket.id, 0),
-            )
-            for bucket in self._layout.buckets
-        }
+
+def traffic_of(layout: Layout, homes: Sequence[BucketHomes], pace: float) -> dict[int, Traffic]:
+    """Return what each bucket costs where its homes are not on HBM.
+
+    Args:
+        homes: that may be there.
+        pace: the seconds in which HOST updates a parameter.
+    """
+    sizes = {each.bucket: each.n_bytes for each in homes}
+    shared = layout.is_shared  # the rest is gathered, and addends leave, in any case
+    return {
+        bucket.id: Traffic(
+            bucket.home_bytes if shared else bucket.n_bytes,
+            bucket.n_bytes if bucket.trainable and not shared else 0,
+            pace * bucket.numel if bucket.trainable else 0.0,
+            sizes.get(bucket.id, 0),
+        )
+        for bucket in layout.buckets
+    }
 
 
 def some(homes: Sequence[BucketHomes], most_bytes: int) -> list[frozenset[int]]:
