@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import operator
 import random
 import weakref
 from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator
 from types import FunctionType
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
+import hetero
 from hetero.train.activations.moment import Moment
 from hetero.train.activations.reach import Attributes, Reach
 from hetero.train.activations.state_kinds import (
@@ -27,6 +31,8 @@ from hetero.train.activations.state_kinds import (
     absent,
     common_sources,
     stand_in,
+    switches,
+    ways_of_fp32,
 )
 
 LIMIT = 3
@@ -96,6 +102,67 @@ def test_a_setting_is_set_where_it_differs_alone() -> None:
     assert not calls
     SETTING.write(switch, 2)
     assert calls == [2]
+
+
+@pytest.fixture
+def settings() -> Iterator[None]:
+    """Put torch's settings of fp32 products back."""
+    before = [way.fp32_precision for way in ways_of_fp32()]
+    yield
+    torch.set_float32_matmul_precision("highest")
+    for way, value in zip(ways_of_fp32(), before, strict=True):
+        way.fp32_precision = "none"
+        if way.fp32_precision != value:
+            way.fp32_precision = value
+
+
+def by_attribute(path: str, value: str) -> Callable[[], None]:
+    return lambda: setattr(operator.attrgetter(path)(torch.backends), "fp32_precision", value)
+
+
+def of_all() -> None:
+    torch.backends.fp32_precision = "tf32"
+
+
+SETTERS = {
+    "cuda.matmul": by_attribute("cuda.matmul", "tf32"),
+    "cudnn.conv": by_attribute("cudnn.conv", "ieee"),  # and rnn is tf32: torch tells neither
+    "mkldnn.matmul": by_attribute("mkldnn.matmul", "bf16"),
+    "all": of_all,
+    "older": lambda: torch.set_float32_matmul_precision("medium"),
+}
+
+
+@pytest.mark.parametrize("name", SETTERS)
+def test_any_way_to_set_fp32_products_is_lent_and_put_back(name: str, settings: None) -> None:
+    """torch's older getters end in an error where the newer settings differ from them: units that
+    were computed again did, under the default activations."""
+
+    def now() -> list[str]:
+        return [way.fp32_precision for way in ways_of_fp32()]
+
+    forward, there = now(), [SETTING.read(switch) for switch in switches()]
+    SETTERS[name]()
+    backward, here = now(), [SETTING.read(switch) for switch in switches()]
+    assert forward != backward
+
+    for settled, states in ((forward, there), (backward, here)):
+        for switch, state in zip(switches(), states, strict=True):
+            SETTING.write(switch, state)
+        assert now() == settled
+
+
+@pytest.mark.parametrize("name", SETTERS)
+def test_units_are_computed_again_however_fp32_products_are_set(name: str, settings: None) -> None:
+    SETTERS[name]()
+    model: Any = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)))
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = hetero.prepare(
+        model, optimizer, device="cpu:sim", hbm="8KiB", chunk_bytes=256, activations="recompute"
+    )
+    for _ in range(2):
+        model(torch.ones(2, 8)).square().mean().backward()
+        optimizer.step()
 
 
 def test_an_array_keeps_its_memory() -> None:

@@ -19,6 +19,7 @@ from hetero.train.activations.reach import Names
 
 SMALL = 2**20  # bytes up to which a device buffer's copy is kept, written or not
 TINY = 2**16  # the same of a CPU's
+FP32 = "fp32_precision"  # torch's name for how fp32 products are made: "ieee", "tf32", "bf16"
 absent: Any = object()
 """The value of a name that has none."""
 
@@ -253,19 +254,54 @@ def switches() -> tuple[Switch, ...]:
         Switch(sdp.math_sdp_enabled, sdp.enable_math_sdp),
         Switch(sdp.cudnn_sdp_enabled, sdp.enable_cudnn_sdp),
         Switch(torch.get_default_dtype, torch.set_default_dtype),
-        Switch(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
         Switch(_deterministic, _set_deterministic),
+        _attribute(cudnn, "enabled"),
+        _attribute(cudnn, "benchmark"),
+        _attribute(cudnn, "deterministic"),
         # ranks that have parts of a sequence replace it for the length of a block
-        Switch(
-            functools.partial(getattr, F, "scaled_dot_product_attention"),
-            functools.partial(setattr, F, "scaled_dot_product_attention"),
-        ),
+        _attribute(F, "scaled_dot_product_attention"),
+        # each of these two also sets some of those that follow
+        _where_known(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+        _where_known(*_attribute(cudnn, "allow_tf32")),
     ]
-    for name in ("enabled", "benchmark", "deterministic", "allow_tf32"):
+    for way in ways_of_fp32():
         found.append(
-            Switch(functools.partial(getattr, cudnn, name), functools.partial(setattr, cudnn, name))
+            Switch(functools.partial(getattr, way, FP32), functools.partial(_set_fp32, way))
         )
     return tuple(found)
+
+
+def ways_of_fp32() -> list[Any]:
+    """Return what has torch's setting of fp32 products: that of all, of each library, and of each
+    operation in one, which follow in this order where they are not set themselves."""
+    cuda, cudnn, mkldnn = torch.backends.cuda, torch.backends.cudnn, torch.backends.mkldnn
+    found: list[Any] = [torch.backends, cudnn, mkldnn, cuda.matmul]
+    for library in (cudnn, mkldnn):
+        found += [getattr(library, name, None) for name in ("matmul", "conv", "rnn")]
+    return [way for way in found if hasattr(way, FP32)]
+
+
+def _set_fp32(way: Any, value: str) -> None:
+    setattr(way, FP32, "none")  # perhaps it followed another
+    if getattr(way, FP32) != value:
+        setattr(way, FP32, value)
+
+
+def _attribute(owner: Any, name: str) -> Switch:
+    return Switch(functools.partial(getattr, owner, name), functools.partial(setattr, owner, name))
+
+
+def _where_known(get: Callable[[], Any], put: Callable[[Any], Any]) -> Switch:
+    """Return a switch of a setting that torch refuses to tell, and that is None, once
+    `ways_of_fp32` were set apart from it."""
+
+    def known() -> Any:
+        try:
+            return get()
+        except RuntimeError:
+            return None
+
+    return Switch(known, lambda value: None if value is None else put(value))
 
 
 def _deterministic() -> tuple[bool, bool]:
