@@ -31,16 +31,14 @@ from torch.utils._pytree import tree_unflatten as tree_unflatten
 
 from hetero.errors import unknown_torch
 
-_MODES = "torch.utils._python_dispatch"
+_MODES, _DEFAULT_HOOKS = "torch.utils._python_dispatch", "_saved_tensors_default_hooks"
 NAMES = (  # module, attribute
     *(("torch._C", "_current_graph_task_id"), ("torch._C", "_storage_Use_Count")),
     *(("torch._C", "_get_tracing_state"), ("torch._C", "DisableTorchFunctionSubclass")),
     *(("torch._C", "_disabled_torch_function_impl"), ("torch.Tensor", "_make_wrapper_subclass")),
     *(("torch.Tensor", "_make_subclass"), ("torch.Tensor", "_version")),
-    *(("torch._C._autograd", "_top_saved_tensors_default_hooks"),),
-    *(("torch._C._autograd", "_push_saved_tensors_default_hooks"),),
-    *(("torch._C._autograd", "_pop_saved_tensors_default_hooks"),),
-    *(("torch._C._autograd", "_get_current_graph_task_keep_graph"),),
+    *(("torch._C._autograd", f"_{do}{_DEFAULT_HOOKS}") for do in ("top", "push", "pop")),
+    ("torch._C._autograd", "_get_current_graph_task_keep_graph"),
     *(("torch._C", "_get_dispatch_mode"), ("torch._C", "_TorchDispatchModeKey")),
     *(("torch._C._functorch", "peek_interpreter_stack"),),
     *(("torch.autograd", "_engine_run_backward"), ("torch.autograd.graph", "_engine_run_backward")),
@@ -49,6 +47,7 @@ NAMES = (  # module, attribute
     *((_MODES, "_get_current_dispatch_mode"), (_MODES, "_get_current_dispatch_mode_stack")),
     *(("torch._functorch.eager_transforms", "_wrap_for_grad"),),
     *(("torch", "_foreach_norm"), ("torch.ops.aten", "_trilinear")),
+    ("torch.utils._foreach_utils", "_foreach_supported_types"),
     *(("torch._C", "_SetExcludeDispatchKeyGuard"), ("torch._C", "_RestorePythonTLSSnapshot")),
     *(("torch._functorch.vmap", "_add_batch_dim"), ("torch._dynamo.trace_rules", "add")),
 )
@@ -89,14 +88,18 @@ def find(module: str, name: str) -> Any:
 
 _FOUND = {f"{module}.{name}": find(module, name) for module, name in NAMES}
 
-_norms: Callable[[list[torch.Tensor], float], Sequence[torch.Tensor]] = _FOUND[
-    "torch._foreach_norm"
-]
+_norms: Callable[..., Sequence[torch.Tensor]] = _FOUND["torch._foreach_norm"]
 
 
 def foreach_norm(tensor: torch.Tensor, ord: float) -> torch.Tensor:
     """Return a tensor's norm by the kernel that `clip_grad_norm_` uses for a list of tensors."""
     return _norms([tensor], ord)[0]
+
+
+def takes_lists_of(kind: type[torch.Tensor]) -> None:
+    """Let torch's clipping use its operations on lists for a class of gradients, as for plain ones:
+    on an accelerator they may round otherwise than those on one tensor."""
+    _FOUND["torch.utils._foreach_utils._foreach_supported_types"].append(kind)
 
 
 # -- collectives ---------------------------------------------------------------------------------
@@ -361,13 +364,11 @@ def pipeline_places() -> PipelinePlaces:
     kinds = [find(module, name) for name in ("PipelineScheduleSingle", "PipelineScheduleMulti")]
     trials = zip(kinds, ("_initialize_stage", "_initialize_stages"), strict=True)
     find(module, "_wait_batch_p2p")
-    wait = Place(import_module(module), "_wait_batch_p2p")
-    makers = (Place(find(module, name), "__init__") for name in PARTICULAR)
     return PipelinePlaces(
         steps=tuple(Place(kind, "step") for kind in kinds),
         trials=tuple(Place(kind, name) for kind, name in trials if hasattr(kind, name)),
-        makers=tuple(makers),
-        wait=wait,
+        makers=tuple(Place(find(module, name), "__init__") for name in PARTICULAR),
+        wait=Place(import_module(module), "_wait_batch_p2p"),
     )
 
 
@@ -406,8 +407,7 @@ def leave_forwards(schedule: Any) -> None:
     orders = vars(schedule).get("pipeline_order_with_comms")
     for rank, actions in (orders or {}).items():
         flat = (each for action in actions for each in _parts(action))
-        kept = [a for a in flat if a.computation_type.value in ("F", "SEND_F", "RECV_F")]
-        orders[rank] = kept
+        orders[rank] = [a for a in flat if a.computation_type.value in ("F", "SEND_F", "RECV_F")]
 
 
 def _parts(action: Any) -> Any:

@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from hetero.plan.division import Hbm
 from hetero.plan.placement import BucketHomes
-from hetero.train.engine import hbm_homes
+from hetero.train.engine.hbm_homes import first_homes
 
 HBM = Hbm(total_bytes=100, buffer_bytes=0, least_bytes=1, granule_bytes=1)
-PLAN: Any = None  # not looked at: its homes are given
-
-
-@pytest.fixture(autouse=True)
-def homes(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = [BucketHomes(number, 10) for number in range(20)]
-    monkeypatch.setattr(hbm_homes, "movable_homes", lambda plan, *, is_cuda: found)
+HOMES = [BucketHomes(number, 10) for number in range(20)]
 
 
 @pytest.mark.parametrize(("short_bytes", "n_homes"), [(0, 0), (40, 4), (41, 5), (1000, 9)])
 def test_they_leave_room_for_a_few_units(short_bytes: int, n_homes: int) -> None:
-    assert len(hbm_homes.first_homes(PLAN, HBM, short_bytes)) == n_homes
+    assert len(first_homes(HOMES, HBM, short_bytes)) == n_homes

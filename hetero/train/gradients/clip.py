@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from hetero.train.gradients.slot import Factors, GradSlot, LazyGrad
+from hetero.train.gradients.slot import Factors, GradSlot, LazyGrad, NormWay
 from hetero.train.model.binding import get_grad, get_grads
 from hetero.train.model.parts import Parts
 
@@ -50,7 +50,7 @@ def clip_grad_norm_(
             params, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite
         )
     with torch.no_grad():
-        norms = [slot.norm_of(float(norm_type)) for slot in slots]
+        norms = [slot.norm_of(NormWay(float(norm_type))) for slot in slots]
         total: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms), float(norm_type))
         factor = torch.clamp(float(max_norm) / (total + 1e-6), max=1.0)
     pending = {u: Factors(u, factor) for u in {slot.factors.unscale for slot in slots}}
@@ -101,8 +101,14 @@ def deferrable(params: Iterable[nn.Parameter]) -> list[GradSlot]:
 def norms_of(params: Iterable[nn.Parameter]) -> list[float]:
     """Return the 2-norm of every gradient; waits for the device once."""
     grads = [g for g in map(get_grad, params) if g is not None]
-    wide = (g if isinstance(g, LazyGrad) else g.float() for g in grads)
-    return read_together([torch.linalg.vector_norm(grad, 2.0) for grad in wide])
+    return read_together(
+        [
+            g.slot.norm_of(NormWay(2.0))
+            if isinstance(g, LazyGrad)
+            else torch.linalg.vector_norm(g.float(), 2.0)
+            for g in grads
+        ]
+    )
 
 
 def read_together(numbers: Sequence[torch.Tensor]) -> list[float]:

@@ -151,15 +151,15 @@ class GradRing:
 
     @contextmanager
     def brought_up(
-        self, home: torch.Tensor, place: torch.device, *, bucket: int
+        self, home: torch.Tensor, place: torch.device, *, bucket: int, more_bytes: int = 0
     ) -> Iterator[torch.Tensor]:
         """Yield a gradient on HOST as the device's kernels may read it inside the block: a copy up,
-        which has landed, so that a job may write the home."""
+        which has landed, so that a job may write the home. The block makes ``more_bytes`` of it."""
         if not self._device.is_cuda:
             yield home
             return
         self.finish()  # sources on their way down would have to be on the device with it
-        with self._lifting(home.nbytes):
+        with self._lifting(home.nbytes + more_bytes):
             up = torch.empty_strided(home.shape, home.stride(), dtype=home.dtype, device=place)
             ticket = self._link.move(
                 *(Lane.H2D, row(up).view(torch.uint8), row(home).view(torch.uint8)),

@@ -27,6 +27,7 @@ from hetero.train.gradients.slot import (
     GradSlot,
     GradState,
     LazyGrad,
+    NormWay,
     Unsummed,
 )
 from hetero.train.gradients.store import GradStore
@@ -230,7 +231,7 @@ class SharedGradStore(GradStore):
 
     # -- norms -----------------------------------------------------------------------------------
 
-    def share_norms(self, ord: float) -> None:
+    def share_norms(self, way: NormWay) -> None:
         """Take the norms of the gradients of which this rank has the largest part, and tell them.
 
         Each is torch's, of a whole tensor. Of shares that ranks cannot read where they lie, or have
@@ -242,19 +243,19 @@ class SharedGradStore(GradStore):
             return
         indices = [slot.segment.index for slot in due]
         mine = {
-            slot.segment.index: slot.home_norm(ord).cpu()
+            slot.segment.index: slot.home_norm(slot.way(way)).cpu()
             for slot in due
             if self._largest(slot.segment) == self._comm.rank % self._comm.n_shares
         }
         told: dict[int, torch.Tensor] = {}
-        rows = self._comm.agree(pickle.dumps((indices, mine)), f"norms of order {ord}")
+        rows = self._comm.agree(pickle.dumps((indices, mine)), f"norms of order {way.ord}")
         for row in rows:
             theirs, norms = pickle.loads(row)  # from ranks of this very program
             if theirs != indices:
                 raise self._others_norms(set(theirs) ^ set(indices))
             told.update(norms)
         for slot in due:
-            slot.norm = GradNorm(ord, told[slot.segment.index])
+            slot.norm = GradNorm(slot.way(way), told[slot.segment.index])
 
     def _others_norms(self, indices: set[int]) -> DivergenceError:
         name = self._layout.home[min(indices)][1].spec.name

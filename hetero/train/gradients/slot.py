@@ -12,7 +12,14 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from hetero.errors import StateError
-from hetero.internals import DISPATCHERS, ENGINE_CODE, GRADIENT_ADDERS, foreach_norm, in_backward
+from hetero.internals import (
+    DISPATCHERS,
+    ENGINE_CODE,
+    GRADIENT_ADDERS,
+    foreach_norm,
+    in_backward,
+    takes_lists_of,
+)
 from hetero.jobs import Job
 from hetero.memory.home import Home
 from hetero.memory.layout import Segment, row
@@ -75,27 +82,37 @@ class Factors(NamedTuple):
 NONE = Factors()
 
 
+class NormWay(NamedTuple):
+    """How torch takes a norm."""
+
+    ord: float
+    listed: bool = True
+    """Whether by the kernel for lists, as `clip_grad_norm_` does on an accelerator: it may round
+    otherwise than that for one tensor."""
+
+
 class GradNorm(NamedTuple):
     """The norm of a gradient at home, before its factors."""
 
-    ord: float
+    way: NormWay
     value: torch.Tensor
 
 
-def whole_norm(grad: torch.Tensor, ord: float, *, in_fp32: bool) -> torch.Tensor:
-    """Return torch's norm of a whole tensor, ``in_fp32`` for a parameter with a master.
-
-    On an accelerator `clip_grad_norm_` takes the norms of plain gradients by a kernel for lists,
-    which may round otherwise than that for one tensor.
-    """
-    if not in_fp32 and grad.device.type not in ("cpu", "meta"):
-        return foreach_norm(grad, ord)
+def whole_norm(grad: torch.Tensor, way: NormWay, *, in_fp32: bool) -> torch.Tensor:
+    """Return torch's norm of a whole tensor, ``in_fp32`` for a parameter with a master."""
+    if way.listed and not in_fp32 and has_lists(grad.device):
+        return foreach_norm(grad, way.ord)
     if in_fp32 and grad.device.type == "cpu":
         grad = grad.float()  # the same bits as dtype=, and vectorised
     norm: torch.Tensor = torch.linalg.vector_norm(
-        grad, ord, dtype=torch.float32 if in_fp32 else None
+        grad, way.ord, dtype=torch.float32 if in_fp32 else None
     )
     return norm
+
+
+def has_lists(place: torch.device) -> bool:
+    """Whether torch has kernels for lists of tensors on a device."""
+    return place.type not in ("cpu", "meta")
 
 
 class Unsummed:
@@ -116,15 +133,16 @@ class GradOwner(Protocol):
     homes: GradHomes
     jobs: dict[int, Job]
     """The last job that writes or reads each parameter's gradient, by index."""
-    norm_ord: float | None
+    norm_way: NormWay | None
+    """Of the norms in use, which are taken as gradients leave."""
     place: torch.device
     ring: GradRing
 
     def widen(self, segment: Segment) -> None:
         """Make the stored gradients of a parameter's bucket fp32."""
 
-    def share_norms(self, ord: float, /) -> None:
-        """Take norms of an order together with other ranks, if that saves work."""
+    def share_norms(self, way: NormWay, /) -> None:
+        """Take norms together with other ranks, if that saves work."""
 
     def accumulate(self, slot: GradSlot, grad: torch.Tensor) -> None:
         """Add one more gradient of autograd's."""
@@ -310,31 +328,45 @@ class GradSlot:
             self.norm = self.norm._replace(value=self.norm.value * self.factors.unscale)
         self.factors = self.factors._replace(unscale=1.0)
 
-    def norm_of(self, ord: float) -> torch.Tensor:
+    def norm_of(self, wanted: NormWay) -> torch.Tensor:
         """Return the norm that torch would take of ``p.grad``, on the device."""
-        owner, unscale = self.owner, self.factors.unscale
-        if self.value is not None or self.factors.clip is not None:
-            owner.norm_ord = ord
-            return whole_norm(self.shown(), ord, in_fp32=self.has_master)
+        owner, unscale, way = self.owner, self.factors.unscale, self.way(wanted)
+        if self.value is not None:
+            owner.norm_way = wanted
+            return whole_norm(self.value.to(owner.place), way, in_fp32=self.has_master)
+        if self.factors.clip is not None:
+            owner.norm_way = wanted
+            return self.home_norm(way, self.factors)
         if self.summed:
             self.land()  # its last job may have taken the norm
-        if self.norm is None or self.norm.ord != ord:
-            owner.share_norms(ord)
-        if self.norm is None or self.norm.ord != ord:
-            self.norm = GradNorm(ord, self.home_norm(ord))
-            owner.norm_ord = ord
+        if self.norm is None or self.norm.way != way:
+            owner.share_norms(wanted)
+        if self.norm is None or self.norm.way != way:
+            self.norm = GradNorm(way, self.home_norm(way))
+            owner.norm_way = wanted
         norm = self.norm.value.to(owner.place)
         return norm if unscale == 1.0 else norm * unscale
 
-    def home_norm(self, ord: float) -> torch.Tensor:
-        """Take the norm of the bytes at home, on the device, as torch does of ``p.grad``: whichever
-        tier they are on, its bits are the same."""
-        owner, home, in_fp32 = self.owner, self.stored(), self.has_master
+    def way(self, wanted: NormWay) -> NormWay:
+        """Return one name for ways that are the same here: a norm in fp32 is of one tensor."""
+        return NormWay(wanted.ord) if self.has_master or not has_lists(self.owner.place) else wanted
+
+    def home_norm(self, way: NormWay, factors: Factors = NONE) -> torch.Tensor:
+        """Take the norm of the bytes at home, times ``factors``, on the device, as torch does of
+        ``p.grad``: whichever tier they are on, its bits are the same."""
+        owner, home, narrow = self.owner, self.stored(), self.stored().dtype.itemsize < 4
+
+        def norm_at(there: torch.Tensor) -> torch.Tensor:
+            if factors != NONE:
+                there = factors.apply(there.float() if narrow else there.clone())
+            return whole_norm(there, way, in_fp32=self.has_master)
+
         if self.home.on_device and not self.home.is_share:  # whose parts meet on HOST
-            return whole_norm(home, ord, in_fp32=in_fp32)
+            return norm_at(home)
+        product = 4 * home.numel() if factors != NONE else 0
         bucket = owner.homes.layout.bucket(self.segment)
-        with owner.ring.brought_up(home, owner.place, bucket=bucket.id) as up:
-            return whole_norm(up, ord, in_fp32=in_fp32)
+        with owner.ring.brought_up(home, owner.place, bucket=bucket.id, more_bytes=product) as up:
+            return norm_at(up)
 
     def defer(self, factors: Factors) -> None:
         """Leave a multiplication to the update: ``factors`` are those that now pend."""
@@ -357,16 +389,19 @@ class LazyGrad(Lazy):
     @classmethod
     def shortcut(cls, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if func is _NORM and _is_whole(args[0], args, kwargs):
-            return args[0].slot.norm_of(_order(args))
+            return args[0].slot.norm_of(NormWay(_order(args), listed=False))
         if func is _MUL and isinstance(args[0], LazyGrad) and _mul(*args, **kwargs):
             return args[0]
         if func is _ADD and isinstance(args[0], LazyGrad) and _add(*args, **kwargs):
             return args[0]
         if func is _NORMS and _is_whole(args[0][0], args, kwargs):  # one at a time
-            return [args[0][0].slot.norm_of(_order(args))]
+            return [args[0][0].slot.norm_of(NormWay(_order(args)))]
         if func in _FACTORS and isinstance(args[0][0], LazyGrad) and _mul(args[0][0], args[1]):
             return None
         return NotImplemented
+
+
+takes_lists_of(LazyGrad)
 
 
 def _add(grad: LazyGrad, other: Any, *, alpha: Any = 1) -> bool:

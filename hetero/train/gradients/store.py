@@ -43,6 +43,7 @@ from hetero.train.gradients.slot import (
     GradSlot,
     GradState,
     LazyGrad,
+    NormWay,
     whole_norm,
 )
 from hetero.train.gradients.sums import GradSums
@@ -72,8 +73,8 @@ class GradStore:
     """Whether a gradient may have a graph (create_graph)."""
     check_exchanged: Callable[[], None] = staticmethod(noop)
     """Raises StateError if this rank alone has a part of a gradient that a step would use."""
-    share_norms: Callable[[float], None] = staticmethod(noop)
-    """Takes norms of an order together with other ranks, if that saves work."""
+    share_norms: Callable[[NormWay], None] = staticmethod(noop)
+    """Takes norms together with other ranks, if that saves work."""
 
     def __init__(
         self,
@@ -94,7 +95,7 @@ class GradStore:
         self.homes = GradHomes(store, layout, device, growing, before_sums)
         self.early = EarlyReads(enabled=early)
         self.place = device.torch_device
-        self.norm_ord: float | None = None  # the norm in use, taken as gradients leave
+        self.norm_way: NormWay | None = None
         self._sums_on_host = not device.is_cuda  # are their norms taken there, by jobs
         self.scaling = LossScaling()
         self.params = params
@@ -285,8 +286,9 @@ class GradStore:
         if slot.home.on_device:
             self.homes.add_here(slot.home, segment, grad, first=False, unscale=unscale)
             return
-        ord = self.norm_ord if self._sums_on_host else None
-        self._sums.add(slot, grad, first=False, unscale=unscale, norm_ord=ord)
+        wanted = self.norm_way if self._sums_on_host else None
+        way = None if wanted is None else slot.way(wanted)
+        self._sums.add(slot, grad, first=False, unscale=unscale, norm_way=way)
 
     def _take(
         self, index: int, grad: torch.Tensor, *, scaled: bool, made: Ticket | None = None
@@ -307,9 +309,9 @@ class GradStore:
         self._slots[index] = weakref.ref(slot)
         unscale = self.scaling.unscale if scaled else 1.0
         slot.factors = NONE if unscale == 1.0 else Factors(unscale)
-        if self.norm_ord is not None:
-            norm = whole_norm(grad, self.norm_ord, in_fp32=bucket.has_master)
-            slot.norm = GradNorm(self.norm_ord, norm)
+        if self.norm_way is not None:
+            way = slot.way(self.norm_way)
+            slot.norm = GradNorm(way, whole_norm(grad, way, in_fp32=bucket.has_master))
         converts = home.item_dtype is not grad.dtype
         unscale = slot.factors.unscale if converts else 1.0
         if converts:
@@ -317,7 +319,7 @@ class GradStore:
         if home.on_device:
             self.homes.add_here(slot.home, segment, grad, first=True, unscale=unscale)
         elif converts or not home.stays:  # jobs write to disk
-            self._sums.add(slot, grad, first=True, unscale=unscale, norm_ord=None)
+            self._sums.add(slot, grad, first=True, unscale=unscale, norm_way=None)
         else:
             raw = row(grad).view(torch.uint8)
             target = row(home.view(segment)).view(torch.uint8)

@@ -12,7 +12,7 @@ from hetero.memory.extent import PinUse
 from hetero.memory.layout import row
 from hetero.train.gradients.homes import GradHomes
 from hetero.train.gradients.ring import GradRing
-from hetero.train.gradients.slot import GradNorm, GradSlot, GradState, whole_norm
+from hetero.train.gradients.slot import GradNorm, GradSlot, GradState, NormWay, whole_norm
 
 
 @dataclass(slots=True)
@@ -30,7 +30,7 @@ class Addition:
     first: bool
     """Whether it is written, and not added."""
     unscale: float
-    norm_ord: float | None
+    norm_way: NormWay | None
     """Of the norm of the whole sum, taken after its last piece."""
     cores: Cores
     n_threads: int
@@ -41,8 +41,8 @@ class Addition:
         with self.cores.one():
             self._add()
         is_last = self.start + self.piece.numel() == self.slot.segment.spec.numel
-        if is_last and not self.first and self.norm_ord is not None:
-            self._take_norm(self.norm_ord)
+        if is_last and not self.first and self.norm_way is not None:
+            self._take_norm(self.norm_way)
 
     def _add(self) -> None:
         piece, home, segment = self.piece, self.slot.home, self.slot.segment
@@ -54,12 +54,12 @@ class Addition:
             part.copy_(addend) if self.first else part.add_(addend)
             self.done = run.stop - first
 
-    def _take_norm(self, ord: float) -> None:
+    def _take_norm(self, way: NormWay) -> None:
         segment = self.slot.segment
         whole = self.homes.read(self.slot.home, segment)
         with self.cores.all(self.n_threads):
-            norm = whole_norm(whole, ord, in_fp32=self.homes.has_master(segment))
-        self.slot.norm = GradNorm(ord, norm)
+            norm = whole_norm(whole, way, in_fp32=self.homes.has_master(segment))
+        self.slot.norm = GradNorm(way, norm)
 
 
 class GradSums:
@@ -80,7 +80,7 @@ class GradSums:
         *,
         first: bool,
         unscale: float,
-        norm_ord: float | None,
+        norm_way: NormWay | None,
     ) -> None:
         """Let jobs add a gradient to its home, or begin the sum with it."""
         index, n_threads = slot.segment.index, torch.get_num_threads()
@@ -88,7 +88,7 @@ class GradSums:
 
         def consume(piece: torch.Tensor, start: int) -> Job:
             work = Addition(
-                *(self._homes, slot, piece, start, first, unscale, norm_ord),
+                *(self._homes, slot, piece, start, first, unscale, norm_way),
                 cores=self._cores,
                 n_threads=n_threads,
             )

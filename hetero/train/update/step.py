@@ -23,7 +23,7 @@ from hetero.events import EventLog, What
 from hetero.jobs import Job, Portable, Slice, Worker
 from hetero.memory.layout import Bucket
 from hetero.train.gradients.clip import norms_of
-from hetero.train.gradients.slot import GradSlot
+from hetero.train.gradients.slot import GradSlot, NormWay
 from hetero.train.gradients.store import GradStore, LossScaling
 from hetero.train.update.arithmetic import Update
 from hetero.train.update.draft import Drafts, Settings
@@ -72,7 +72,7 @@ class Stepper:
         self._settings: dict[int, Settings] | None = None  # of groups, at the first of them
         self._failed: BaseException | None = None
         if scaler is not None:
-            grads.scaling, grads.norm_ord = LossScaling(is_required=True), 2.0
+            grads.scaling, grads.norm_way = LossScaling(is_required=True), NormWay(2.0)
 
     @property
     def scale(self) -> float:
