@@ -53,7 +53,7 @@ from hetero.parallel.mesh import (
     refuse_stages,
     sizes_of,
 )
-from hetero.train.engine.replicas import Replicas, open_group
+from hetero.train.engine.replicas import Replicas, one_pass, open_group
 from hetero.train.update.optimizer import Optimizer
 
 FOREIGN = ("deepspeed_plugin", "deepspeed_plugins", "fsdp_plugin", "megatron_lm_plugin")
@@ -342,13 +342,11 @@ class HeteroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Divide by the accumulation steps and run backward, scaled under precision="fp16"."""
-        if self._scales and not kwargs:
-            backward(loss / self.gradient_accumulation_steps)
-        else:
-            super().backward(loss, **kwargs)
-        for replicas in self._replicas.values():
-            if replicas.is_due:
-                replicas.average()
+        with one_pass(self._replicas.values()):
+            if self._scales and not kwargs:
+                backward(loss / self.gradient_accumulation_steps)
+            else:
+                super().backward(loss, **kwargs)
 
     def clip_grad_norm_(
         self, parameters: Any, max_norm: float, norm_type: float = 2

@@ -1,19 +1,23 @@
 """Ranks that each hold a whole model, begin with the same values and take the same steps.
 
 This is torch's DistributedDataParallel for models that hetero has prepared (stage 0 of ZeRO,
-floor 2). Gradients are averaged when a script says that they are complete, on HOST, where they
-lie: the group is one of gloo, whatever the devices are.
+floor 2). Gradients are averaged at the end of a backward pass, on HOST, where they lie: the group
+is one of gloo, whatever the devices are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import functools
+import weakref
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from hetero.internals import RUN_BACKWARD, in_backward, install
 from hetero.train.access.hooks import Hooks, before_forward
 
 BATCH_BYTES = 25 * 2**20  # of gradients in one collective, as in torch's
@@ -29,8 +33,8 @@ class Replicas:
     """One rank's copy of a model that every rank has.
 
     Made before `hetero.prepare`, on all ranks in the same order: it broadcasts the first rank's
-    parameters and buffers. As in torch, a forward decides whether gradients are complete after the
-    backward pass.
+    parameters and buffers. As in torch, a forward with gradients decides whether they are complete
+    after the backward pass; others between it and that pass decide nothing.
 
     Args:
         model: the plain model.
@@ -52,15 +56,43 @@ class Replicas:
         self._hooks.gradients(self._params, self._note)
         self._stop = before_forward(model, self._begin)
         self._shares_next = True
+        self._waits = False  # for the backward pass of a forward that is to be averaged
+        self._n_taken = 0
         self.is_due = True
         """Whether the next backward pass completes gradients."""
+        self.is_told = False
+        """Whether a backward pass is under way after which all ranks average together."""
         self.accumulates = False
         """Whether forwards are of batches before the last of a step."""
+        averaging = functools.partial(averages, weakref.ref(self))
+        self._undo = weakref.finalize(self, install((RUN_BACKWARD.replaced(averaging),)))
 
     def close(self) -> None:
         """Let go of the model."""
+        self._undo()
         self._hooks.remove()
         self._stop()
+
+    @contextmanager
+    def one_pass(self) -> Iterator[None]:
+        """Run a backward pass inside; average after it, if that is due, also where it made no
+        gradient on this rank."""
+        self.is_told = True
+        try:
+            yield
+        finally:
+            self.is_told = False
+        if self.is_due:
+            self.average()
+
+    @contextmanager
+    def own_pass(self) -> Iterator[None]:
+        """Run a backward pass of the program's own inside; average after it if it made gradients,
+        as torch does."""
+        before = self._n_taken
+        yield
+        if self.is_due and not self.is_told and self._n_taken > before:
+            self.average()
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
@@ -82,6 +114,7 @@ class Replicas:
         here[[i for i in self._arrived if self._params[i].grad is not None]] = 1
         self._arrived.clear()
         dist.all_reduce(here, dist.ReduceOp.MAX, group=self._group)
+        self._waits &= not here.any()
         params = [self._params[i] for i in here.nonzero().flatten().tolist()]
         with torch.no_grad():
             for batch in batches(params):
@@ -106,17 +139,43 @@ class Replicas:
 
     def _note(self, param: nn.Parameter) -> None:
         self._arrived.add(self._index[id(param)])
+        self._n_taken += 1
 
     def _begin(self) -> None:
         if self._shares_next:
             self._share(self._buffers)
-        self.is_due = torch.is_grad_enabled() and not self.accumulates
-        self._shares_next = self.is_due
+        if torch.is_grad_enabled():
+            self._waits |= not self.accumulates
+            self.is_due = self._waits
+        self._shares_next = torch.is_grad_enabled() and not self.accumulates
 
     def _share(self, tensors: Sequence[torch.Tensor]) -> None:
         for tensor in tensors:
             if tensor.device.type != "meta":  # an empty model's weights come from the same files
                 dist.broadcast(tensor.detach(), FIRST, group=self._group)
+
+
+def averages(replicas: Callable[[], Replicas | None], engine: Callable[..., Any]) -> Any:
+    """Return torch's run of a backward pass, after which gradients are averaged."""
+
+    @functools.wraps(engine)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        there = replicas()
+        if there is None or in_backward():  # a pass inside another one
+            return engine(*args, **kwargs)
+        with there.own_pass():
+            return engine(*args, **kwargs)
+
+    return run
+
+
+@contextmanager
+def one_pass(several: Collection[Replicas]) -> Iterator[None]:
+    """Run a backward pass inside that several models may have a part in."""
+    with ExitStack() as stack:
+        for replicas in several:
+            stack.enter_context(replicas.one_pass())
+        yield
 
 
 def batches(params: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
