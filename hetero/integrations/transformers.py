@@ -279,13 +279,15 @@ class HeteroTrainer(Stock):
         folder = Path(output_dir)
         if writes:
             shutil.rmtree(folder / FOLDER, ignore_errors=True)  # of an earlier run
-        if has_adapters(self.model):
-            super()._save_optimizer_and_scheduler(output_dir)
-            return
-        if writes:
-            (folder / STATES).unlink(missing_ok=True)
         optimizer = engine_of(self.model).optimizer
-        save_checkpoint(folder / FOLDER, self.model, optimizer, step=self.state.global_step)
+        if has_adapters(self.model):
+            states = plain_states(self.optimizer.state_dict())  # all ranks read those on disk
+            if writes:
+                torch.save(states, folder / STATES)
+        else:
+            if writes:
+                (folder / STATES).unlink(missing_ok=True)
+            save_checkpoint(folder / FOLDER, self.model, optimizer, step=self.state.global_step)
         if writes:
             torch.save(self.lr_scheduler.state_dict(), folder / SCHEDULE)
 
@@ -359,6 +361,21 @@ def plain_state(model: nn.Module, folder: Path) -> Iterator[dict[str, torch.Tens
         yield {name: mapped[tied.get(name, name)] for name in own}
     finally:
         shutil.rmtree(staged, ignore_errors=True)
+
+
+def plain_states(states: dict[str, Any]) -> dict[str, Any]:
+    """Return an optimizer's state dict with copies of tensors that are not in memory."""
+
+    def plain(value: Any) -> Any:
+        return value.clone() if isinstance(value, torch.Tensor) and not is_plain(value) else value
+
+    return {
+        **states,
+        "state": {
+            param: {name: plain(value) for name, value in state.items()}
+            for param, state in states["state"].items()
+        },
+    }
 
 
 def take_part(model: nn.Module, folder: Path) -> None:

@@ -21,6 +21,7 @@ from hetero.api import company_of
 from hetero.errors import DiskFull
 from hetero.export import write
 from hetero.integrations.transformers import trainer as trainer_of
+from hetero.status import status
 from hetero.testing.faults import FaultPlan
 from hetero.testing.ranks import outcomes, run_ranks
 from tests.integrations.trainers import SETTINGS, arguments, llama, tokens
@@ -34,6 +35,7 @@ STEPS = 4
 def trained(cls: type, folder: Path, resume: bool = False, **given: Any) -> Any:
     """Return a Trainer after some steps, of which the second is saved."""
     own = {"hetero": given.pop("hetero")} if "hetero" in given else {}
+    model = given.pop("model", None) or llama()
     args = arguments(
         folder,
         max_steps=STEPS,
@@ -42,7 +44,7 @@ def trained(cls: type, folder: Path, resume: bool = False, **given: Any) -> Any:
         max_grad_norm=0.5,
         **{"logging_steps": 2, **given},
     )
-    made = cls(model=llama(), args=args, train_dataset=tokens(24, seed=1), **own)
+    made = cls(model=model, args=args, train_dataset=tokens(24, seed=1), **own)
     made.train(resume_from_checkpoint=str(folder / "checkpoint-2") if resume else None)
     return made
 
@@ -69,6 +71,33 @@ def test_a_trainer_on_ranks_makes_the_steps_of_one_that_accumulates(
     assert (
         one.joinpath("model.safetensors").read_bytes() == (ranks / "model.safetensors").read_bytes()
     )
+
+
+def adapted_on_ranks(rank: int, folder: Path, resume: bool) -> tuple[dict[str, bytes], int]:
+    from peft import LoraConfig, get_peft_model
+
+    started()
+    torch.manual_seed(0)
+    lora = LoraConfig(r=32, target_modules="all-linear", task_type="CAUSAL_LM")
+    disk = {"nvme": str(folder / "nvme"), "host": 700_000}
+    found = trained(
+        *(trainer_of(transformers.Trainer), folder, resume),
+        model=get_peft_model(llama(), lora),
+        hetero={**SETTINGS, **disk, "hbm": 400_000, "mesh": "world", "timeout_seconds": 60},
+    )
+    weights = found.model.state_dict().items()
+    values = {k: v.clone().numpy().tobytes() for k, v in weights if "lora" in k}
+    return values, status(found.model).tiers["NVME"]["used"]
+
+
+@pytest.mark.campaign(seconds=6)
+def test_ranks_save_states_of_adapters_that_are_on_disk(tmp_path: Path) -> None:
+    """One rank alone read them, and waited for the others until the timeout."""
+    pytest.importorskip("peft")
+    (tmp_path / "nvme").mkdir()
+    whole = run_ranks(2, adapted_on_ranks, tmp_path, False)
+    resumed = run_ranks(2, adapted_on_ranks, tmp_path, True)
+    assert all(values == whole[0][0] and on_disk for values, on_disk in whole + resumed)
 
 
 # -- export ----------------------------------------------------------------------------------------
