@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from hetero.checkpoint.manifest import MAX_STEP, SavedTensor
 from hetero.checkpoint.names import Names, OwnEntries, all_values, own_groups, own_values
+from hetero.checkpoint.own_buffers import Buffers, decoded
 from hetero.checkpoint.reader import CheckpointReader
 from hetero.checkpoint.save import (
     HasState,
@@ -65,6 +66,8 @@ class SavedValues:
     steps: int
     own_rng: Mapping[str, Any] | None
     """This rank's, which is not the first; None if the checkpoint has none of it."""
+    own_buffers: Buffers
+    """This rank's, which are not those of the entries."""
 
 
 DECODED = ("extra", "scheduler", "data", "rng", "groups", "scaler")
@@ -74,6 +77,7 @@ def understood(engine: Engine, reader: CheckpointReader, names: Names) -> SavedV
     """Return the values of a checkpoint; CheckpointCorrupt if no save wrote them."""
     meta, take = reader.meta, Values(reader, engine.setup.blueprint.layout.param_bytes).take
     with only_saved(reader):
+        told = told_by_this_rank(reader, engine)
         found = SavedValues(
             **{key: decode(meta[key], take) for key in DECODED},
             **{key: meta[key] for key in ("precision", "optimizer", "members")},
@@ -82,7 +86,8 @@ def understood(engine: Engine, reader: CheckpointReader, names: Names) -> SavedV
             threads=count_of(meta["threads"]) if "threads" in meta else None,
             scalars=own_values(decode_scalars(dict(all_values(reader, "scalars"))), names),
             steps=count_of(meta["steps"]),
-            own_rng=own_rng(reader, engine),
+            own_rng=decode_inside(told["rng"]) if told else None,
+            own_buffers=decoded(told, reader),
         )
         members = [len(names) for names in found.members]
         if len(members) != len(found.groups) or not all(found.groups):
@@ -93,17 +98,16 @@ def understood(engine: Engine, reader: CheckpointReader, names: Names) -> SavedV
     return found
 
 
-def own_rng(reader: CheckpointReader, engine: Engine) -> Mapping[str, Any] | None:
-    """Return the states of the generators that this rank saved next to its shard; None for the
-    first one, and if as many ranks as now did not divide each tensor."""
+def told_by_this_rank(reader: CheckpointReader, engine: Engine) -> Mapping[str, Any]:
+    """Return what this rank saved of itself next to its shard; nothing of the first one, and if as
+    many ranks as now did not divide each tensor."""
     rank = engine.setup.everyone.rank
     divides = count_of(reader.meta.get("tensor_ranks", 1))
     stages = count_of(reader.meta.get("stage_ranks", 1))
     here = tensor_ranks(engine), stage_ranks(engine)
     if (divides, stages) != here or not 0 < rank < len(reader.of_ranks):
-        return None
-    states: Mapping[str, Any] = decode_inside(reader.of_ranks[rank]["rng"])
-    return states
+        return {}
+    return reader.of_ranks[rank]
 
 
 def count_of(steps: Any) -> int:

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from hetero.api import engine_of
+from hetero.checkpoint import own_buffers
 from hetero.checkpoint.checks import (
     MAX_VALUE_BYTES,
     SavedValues,
@@ -136,6 +137,8 @@ def load_checkpoint(
         if adapting is not None:
             with engine.broken.loads_itself():
                 adapt(engine, own)
+        if "buffer" in kinds:
+            own_buffers.put(engine, names, saved.own_buffers)
         # 3. load all other values
         take_scalars(engine, saved.scalars)
         restore(engine, saved)

@@ -20,6 +20,7 @@ from torch import nn
 
 from hetero import interrupts
 from hetero.api import engine_of
+from hetero.checkpoint import own_buffers
 from hetero.checkpoint.folders import STEP
 from hetero.checkpoint.manifest import ITEM_BYTES, SavedTensor
 from hetero.checkpoint.names import Names, in_whole, names_of, told, union
@@ -156,7 +157,9 @@ def save_checkpoint(
     together(comm, "the save before", partial(end_of_last, engine))
     try:
         plan.settle(together(comm, saving(number), prepare))
-        together(comm, saving(number), lambda: plan.open_root(Path(directory), io))
+        rows = together(comm, saving(number), partial(plan.open, engine, Path(directory), io))
+        if comm.rank and "buffer" in kinds:
+            plan.told |= own_buffers.own_ones(engine, plan.names, rows, comm.rank)
         # 2. read the tensors bucket by bucket, each after its update and before its next one
         writing = Writing(engine, plan, Path(directory), number)
     except BaseException:
@@ -385,11 +388,12 @@ class Plan:
         if self.meta:
             self.meta["members"] = found.members
 
-    def open_root(self, directory: Path, io: IO | None) -> bytes:
-        """Open the directory that the first rank has made."""
+    def open(self, engine: Engine, directory: Path, io: IO | None) -> bytes:
+        """Open the directory that the first rank has made; returns what this rank tells of its
+        buffers."""
         if self.root is None:
             self.root = open_folder(directory, io)
-        return b""
+        return own_buffers.digests(engine, self.names) if self.comm.size > 1 else b""
 
 
 def entry_of(part: Part) -> SavedTensor:

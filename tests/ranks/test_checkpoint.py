@@ -245,6 +245,60 @@ def test_each_rank_goes_on_with_random_numbers_of_its_own(tmp_path: Path) -> Non
     assert run_ranks(3, drawn, tmp_path, True) == three
 
 
+class Centred(nn.Module):
+    """Takes a running mean of its outputs away; counts its forwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("count", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made = self.layers(x)
+        shown = made - self.mean
+        with torch.no_grad():
+            self.mean.lerp_(made.detach().mean(0), 0.25)
+            self.count += 1 + (x.sum() > 0).long()
+        return shown
+
+
+def centred(rank: int, folder: Path, steps: range, load: bool, kinds: Any = None) -> Any:
+    torch.manual_seed(0)
+    model: Any = Centred()
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = hetero.prepare(model, optimizer, mesh="world", **TIGHT)
+    if load:
+        hetero.load_checkpoint(folder, model, optimizer, **({} if kinds is None else kinds))
+    for step in steps:
+        model(
+            torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + rank))
+        ).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 2:
+            hetero.save_checkpoint(folder, model, optimizer)
+    state = {name: value.clone().numpy().tobytes() for name, value in model.state_dict().items()}
+    hetero.release(model, optimizer)
+    return state
+
+
+@pytest.mark.filterwarnings("ignore:the checkpoint is of fewer ranks")
+def test_each_rank_goes_on_with_buffers_of_its_own(tmp_path: Path) -> None:
+    """A running mean is of a rank's own batches: all went on with the first rank's."""
+    whole = run_ranks(2, centred, tmp_path, range(6), False)
+    assert whole[0]["mean"] != whole[1]["mean"] and whole[0]["count"] != whole[1]["count"]
+
+    assert run_ranks(2, centred, tmp_path, range(3, 6), True) == whole
+    first, second, third = run_ranks(3, centred, tmp_path, range(0), True)
+    assert first["mean"] == third["mean"] != second["mean"]  # the checkpoint has no third one's
+    (alone,) = run_ranks(1, centred, tmp_path, range(0), True)
+    assert alone == first
+    given = {"kinds": ("param", "master", "state")}
+    for each in run_ranks(2, centred, tmp_path, range(0), True, given):
+        assert each["mean"] == bytes(16) and each["layers.0.weight"] == first["layers.0.weight"]
+
+
 def load_damaged(rank: int, folder: Path) -> tuple[str, bool]:
     model, plain = built(WHOLE)
     _, optimizer = hetero.prepare(model, plain, mesh="world", **TIGHT)
