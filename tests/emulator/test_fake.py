@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import hetero
+from hetero.device import CudaDevice, Ticket
 from hetero.types import Lane
 from tests.emulator import fake
 
@@ -112,6 +113,32 @@ def test_memory_that_the_allocator_keeps_for_a_lane_may_go_under_a_copy(watched:
     device.copy(Lane.D2H, below.block, frames, (device.mark(),))
     del frames
     device.close()
+
+
+def recorded_under_a_copy(device: CudaDevice, *, waits: bool) -> Ticket:
+    """Free memory under a copy, after another stream was recorded on it; return the copy's ticket.
+    That stream waited for the copy, or did not."""
+    other, below, frames = fake.cuda().Stream(), device.slab(4096), new_frames()
+    ticket = device.copy(Lane.D2H, below.block, frames, (device.mark(),))
+    if waits:
+        with fake.cuda().stream(other):
+            device.wait(ticket)
+    frames.record_stream(other)
+    del frames
+    return ticket
+
+
+def test_memory_may_go_that_waits_for_a_stream_which_waits_for_the_copy(watched: None) -> None:
+    device = fake.device()
+    device.sync(recorded_under_a_copy(device, waits=True))
+
+
+def test_memory_that_waits_for_a_stream_which_does_not_wait_for_the_copy_is_found(
+    started: None,
+) -> None:
+    device = fake.device()
+    device.sync(recorded_under_a_copy(device, waits=False))
+    assert kinds() == {"given back to the allocator while a lane uses it"}
 
 
 def test_a_refusal_of_the_runtime_is_told_by_the_next_launch(watched: None) -> None:

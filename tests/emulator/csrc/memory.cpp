@@ -16,17 +16,29 @@ void add_region_locked(uintptr_t base, size_t bytes, bool device, int stream, ui
   D.regions[base] = std::move(r);
 }
 
-// Note the first access of a stream that neither the host nor `ordered` is after. What a stream of
-// the program's own allocated is in order with the program's others when it joins them.
-static void find_users(const Region& r, const Clock* ordered, int except, const std::string& kind,
+// What the next owner of freed memory comes after. torch's allocator hands it out in the order of the
+// stream it was allocated on, once an event is done that it records at once on each recorded stream:
+// both cover what these streams have waited for, too.
+static Clock reuse_comes_after(const Region& r) {
+  Clock found = D.host;
+  auto add = [&](int s) {
+    found.merge(D.stream(s));
+    found.set(s, D.clock.of(s));
+  };
+  add(r.stream);
+  for (int s : r.recorded) add(s);
+  return found;
+}
+
+// Note the first access of a stream that is not over in `done`. What a stream of the program's own
+// allocated is in order with the program's others when it joins them.
+static void find_users(const Region& r, const Clock& done, const std::string& kind,
                        const std::string& now) {
   for (int t = 0; t < (int)r.marks.size(); t++) {
     const Marks& m = r.marks[t];
-    if (t == except || !m.used() || r.recorded.count(t)) continue;
-    if (r.stream != 0 && !D.lanes.count(t)) continue;
-    uint64_t done = std::max(D.host.of(t), ordered ? ordered->of(t) : 0);
+    if (!m.used() || (r.stream != 0 && !D.lanes.count(t))) continue;
     for (size_t i = 0; i < r.lines(); i++)
-      if (m.last(i) > done) {
+      if (m.last(i) > done.of(t)) {
         find_locked(kind, now, who_locked(t) + " " + D.names[m.last_by(i)]);
         return;
       }
@@ -52,7 +64,7 @@ static void give_back_locked(void* p) {
   if (it == D.regions.end()) return;
   Region& r = it->second;
   if (r.seen_by_lane && D.on)
-    find_users(r, &D.stream(r.stream), r.stream, "given back to the allocator while a lane uses it",
+    find_users(r, reuse_comes_after(r), "given back to the allocator while a lane uses it",
                "free (" + who_locked(r.stream) + "'s memory)");
   size_t n = r.bytes;
   D.allocated -= n;
@@ -101,7 +113,7 @@ bool unpin(uintptr_t p) {
     auto it = D.regions.find(p);
     found = it != D.regions.end();
     if (found) {
-      find_users(it->second, nullptr, -1, "page-locked memory is unregistered while a copy uses it",
+      find_users(it->second, D.host, "page-locked memory is unregistered while a copy uses it",
                  "cudaHostUnregister");
       D.regions.erase(it);
     }
