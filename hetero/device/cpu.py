@@ -101,6 +101,8 @@ class CpuDevice:
 
     def in_order(self) -> None: ...
 
+    def refuse_capture(self) -> None: ...
+
     def bring_down(self, src: torch.Tensor, after: Ticket) -> torch.Tensor:
         self.wait(after)
         return src.to(src.device if src.is_meta else "cpu", copy=True)

@@ -204,17 +204,19 @@ class CudaDevice:
         self.memory.computes_on(stream)
         return Ticket(Lane.COMPUTE, 0.0, event=event)
 
-    def in_order(self) -> None:
-        stream = torch.cuda.current_stream(self.torch_device)
-        before = self._computing
-        if stream == before:
-            return
+    def refuse_capture(self) -> None:
         if torch.cuda.is_current_stream_capturing():
             raise StateError(
                 "a CUDA graph of a prepared model is being captured: its replays would read memory"
                 " that holds other weights by then",
                 advice="capture the model before hetero.prepare, or run it without a graph",
             )
+
+    def in_order(self) -> None:
+        stream = torch.cuda.current_stream(self.torch_device)
+        before = self._computing
+        if stream == before:
+            return
         self._computing = stream
         self.memory.computes_on(stream)
         if before is not None:

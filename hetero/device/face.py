@@ -208,8 +208,10 @@ class Device(Protocol):
 
     def in_order(self) -> None:
         """Let compute that is queued from now on, on whatever stream is current, come after that of
-        the stream on which this was called before: a model may compute on streams of its own.
-        StateError while a CUDA graph is captured."""
+        the stream on which this was called before: a model may compute on streams of its own."""
+
+    def refuse_capture(self) -> None:
+        """Raise StateError while a CUDA graph is captured on the current stream."""
 
     def bring_down(self, src: torch.Tensor, after: Ticket) -> torch.Tensor:
         """Return a copy on HOST, made after a ticket; any thread may, in no order with compute."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from hetero.errors import StateError
 from hetero.train.engine.tuning import Tuning
 from tests.emulator import fake
 from tests.emulator.harness import Side, adamw, check_smallest
+from tests.equivalence.harness import paged
 
 WIDTH = 24
 
@@ -110,18 +112,56 @@ def test_streams_of_a_model_s_own_are_kept_in_order(
     assert ours.counts["fetch"] > 0
 
 
-def test_a_graph_of_a_model_is_not_captured(watched: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def captured(monkeypatch: pytest.MonkeyPatch, stream: Any, call: Callable[[], object]) -> None:
+    """Call something while its stream is captured, which must be refused."""
+    cuda = fake.cuda()
+    with monkeypatch.context() as patch, cuda.stream(stream):
+        patch.setattr(cuda, "captures", True)
+        with pytest.raises(StateError, match="a CUDA graph of a prepared model"):
+            call()
+
+
+@pytest.mark.parametrize("warm", [True, False], ids=["of the warm-up", "of its own"])
+def test_a_graph_of_a_model_is_not_captured(
+    watched: None, monkeypatch: pytest.MonkeyPatch, warm: bool
+) -> None:
     """Its replays would read frames that hold other weights by then."""
     cuda = fake.cuda()
     model = hetero.prepare(Units(), device=fake.device(), hbm="16KiB", chunk_bytes=256)
-    x = torch.randn(3, WIDTH).to(fake.PLACE)
-    with torch.no_grad():
-        right = model(x)
-    stream = cuda.Stream()
+    x, stream = torch.randn(3, WIDTH).to(fake.PLACE), cuda.Stream()
     stream.wait_stream(cuda.current_stream())
-    with monkeypatch.context() as patch, cuda.stream(stream), torch.no_grad():
-        patch.setattr(cuda, "captures", True)
-        with pytest.raises(StateError, match="a CUDA graph of a prepared model"):
-            model(x)
+    with torch.no_grad(), cuda.stream(stream if warm else cuda.current_stream()):
+        for _ in range(3):  # as torch's documentation asks for
+            right = model(x)
+    stream.wait_stream(cuda.current_stream())
+    with torch.no_grad():
+        for call in (lambda: model(x), lambda: model.units[1](x), model.units[2].main.weight.sum):
+            captured(monkeypatch, stream, call)
+    cuda.current_stream().wait_stream(stream)
     with torch.no_grad():
         assert torch.equal(model(x), right)
+
+
+@pytest.mark.parametrize("activations", ["keep", "offload"])
+def test_a_graph_of_a_backward_or_a_step_is_not_captured(
+    watched: None, monkeypatch: pytest.MonkeyPatch, activations: str
+) -> None:
+    cuda = fake.cuda()
+    torch.manual_seed(3)
+    with paged():
+        model, optimizer = hetero.prepare(
+            *((made := Units()), adamw(made)),
+            device=fake.device(),
+            hbm=100_000,
+            activations=activations,
+        )
+    x, here = torch.randn(3, WIDTH).to(fake.PLACE), cuda.current_stream()
+    for _ in range(3):
+        loss = model(x).square().sum()
+        captured(monkeypatch, here, loss.backward)
+        optimizer.zero_grad()
+        model(x).square().sum().backward()
+        captured(monkeypatch, here, optimizer.step)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert hetero.status(model).steps == 3

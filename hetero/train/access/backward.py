@@ -205,6 +205,7 @@ class BackwardAccess:
         """Note the running backward pass, and be called when it ends."""
         task = graph_task()
         if task != NO_TASK and task != self.task:
+            self._device.refuse_capture()
             if self.task != NO_TASK and self._ending() is None:  # not one around this one
                 self._grads.pass_failed()
             self.task = task

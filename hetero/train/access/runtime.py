@@ -82,6 +82,7 @@ class Runtime:
         self.unguard: Callable[[], object] = noop
         """Removes our guards from torch's functions."""
         self.needs = needs
+        self._device = device
         self.early = early
         self.events = events
         self.fetches = Fetches(manager, train=train, evaluate=evaluate, stepped=stepped)
@@ -131,7 +132,10 @@ class Runtime:
 
     @contextmanager
     def changing(self) -> Iterator[None]:
-        """Keep other threads out while this one opens or closes a call or an access."""
+        """Keep other threads out while this one opens a call or an access, or changes what is
+        resident. Every use of the model but a backward pass begins here, so a capture is refused
+        here, before anything is queued in it."""
+        self._device.refuse_capture()
         self._claim(graph_task())
         self._busy = threading.get_ident()
         self._n_busy += 1

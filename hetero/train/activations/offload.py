@@ -236,6 +236,7 @@ class Offload:
         task = graph_task()
         if task in (NO_TASK, self._pass):
             return
+        self._device.refuse_capture()
         self._device.in_order()
         self._pass = task
         self._discard_orphans()
