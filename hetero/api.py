@@ -14,6 +14,7 @@ from hetero.device import open_device
 from hetero.device.comm import ALONE_COMM, Company
 from hetero.errors import StateError
 from hetero.interrupts import theirs
+from hetero.modes import own_mode
 from hetero.parallel.context import open_context
 from hetero.parallel.lost import follow_tensors
 from hetero.parallel.mesh import open_comm, parts_of
@@ -144,7 +145,7 @@ def _engine(
         check_places(comm, device)
         check_alike(comm, blueprint, inner, config)
         share_values(comm, values_of(model, parts))
-    with torch.inference_mode(False):  # the engine's tensors outlive the caller's mode
+    with own_mode():
         return assemble(model, inner, config, device, blueprint, tuning, comm, parts)
 
 
@@ -336,6 +337,5 @@ def release(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) ->
             advice="pass the optimizer that prepare returned with it",
         )
     engine.refuse_broken()
-    with torch.inference_mode(False):
-        engine.release()
+    engine.release()
     return model if engine.setup.inner is None else (model, engine.setup.inner)

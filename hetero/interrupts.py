@@ -30,7 +30,7 @@ from typing import Any, ParamSpec, TypeVar
 
 ROOMS = (
     *("api", "checkpoint", "cores", "device", "events", "export", "functional", "internals"),
-    *("io", "jobs", "memory", "train"),
+    *("io", "jobs", "memory", "modes", "train"),
 )
 MANAGERS = ("torch.autograd.grad_mode", "torch.autograd.graph", "torch.amp.autocast_mode")
 LOOK_SECONDS = 1e-3  # between two looks at whether Ctrl-C may be handled

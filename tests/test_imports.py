@@ -16,7 +16,8 @@ import pytest
 PACKAGE = Path(__file__).resolve().parent.parent / "hetero"
 FLOORS = {
     **dict.fromkeys(("types", "boxes", "config", "crc", "errors", "version", "events"), 0),
-    **dict.fromkeys(("interrupts", "internals", "optim", "jobs", "cores", "forks", "members"), 0),
+    **dict.fromkeys(("forks", "members"), 0),
+    **dict.fromkeys(("interrupts", "internals", "modes", "optim", "jobs", "cores"), 0),
     **dict.fromkeys(("device", "dry", "io", "mounts", "parse", "tensorfile", "weights"), 0),
     **dict.fromkeys(("memory", "plan", "functional"), 1),
     "train": 2,

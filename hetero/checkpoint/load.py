@@ -45,6 +45,7 @@ from hetero.device import set_accelerator_rng
 from hetero.device.comm import Company
 from hetero.errors import CheckpointError, CheckpointMismatch, DivergenceError
 from hetero.io import IO
+from hetero.modes import in_own_mode
 from hetero.train.engine.engine import Engine
 from hetero.train.engine.snapshot import Part
 from hetero.train.engine.state_dict import (
@@ -63,6 +64,7 @@ from hetero.train.update.optimizer import Optimizer
 LOAD_THREADS = 2  # one reads while the other checks
 
 
+@in_own_mode
 def load_checkpoint(
     directory: str | Path,
     model: nn.Module,

@@ -197,7 +197,7 @@ class Arena:
         shell = self._shells.pop(key, None)
         if shell is None:
             n_bytes = bucket.n_bytes
-            with torch.inference_mode(False), torch.no_grad():  # views outlive the user's mode
+            with torch.no_grad():  # views of another mode are not written
                 slab, at = self.slab, start * self._layout.chunk_numel
                 if start == APART:
                     slab, at = self._device.arena(n_bytes), 0

@@ -146,7 +146,7 @@ class AtHomeBelow:
         for ticket in copy.home.written_at:
             self._device.wait(ticket)
         if replica is None:
-            with torch.inference_mode(False), torch.no_grad():  # views outlive the user's mode
+            with torch.no_grad():  # views of another mode are not written
                 replica = AtHome(copy.bucket, copy.home.whole(), self._arena.table, self._space)
             self._known[bucket_id] = replica
         replica.move(CopyState.FILLING, "fetch")

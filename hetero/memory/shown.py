@@ -19,8 +19,7 @@ from hetero.memory.views import Copy
 def alias(home: Home, segment: Segment) -> torch.Tensor:
     """Return an alias of a segment's copy, made if missing."""
     if segment not in home.copies:
-        with torch.inference_mode(False):  # it outlives the user's mode
-            home.copies[segment] = Copy(home.read(segment))
+        home.copies[segment] = Copy(home.read(segment))
     return home.copies[segment].value.detach()
 
 

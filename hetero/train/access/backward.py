@@ -23,6 +23,7 @@ from hetero.internals import (
     graph_task,
 )
 from hetero.memory.layout import Layout
+from hetero.modes import refuse_backward
 from hetero.train.access.early import EarlyUpdates, NoEarlyUpdates
 from hetero.train.access.fetches import Fetches
 from hetero.train.access.pages import ParameterPages
@@ -206,6 +207,7 @@ class BackwardAccess:
         task = graph_task()
         if task != NO_TASK and task != self.task:
             self._device.refuse_capture()
+            refuse_backward()
             if self.task != NO_TASK and self._ending() is None:  # not one around this one
                 self._grads.pass_failed()
             self.task = task

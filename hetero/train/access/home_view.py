@@ -11,6 +11,7 @@ from torch import nn
 
 from hetero.memory.layout import Segment
 from hetero.memory.shown import alias
+from hetero.modes import in_own_mode
 from hetero.train.access.pages import ParameterPages
 from hetero.train.model.lazy import HomeSlot, shown
 from hetero.train.model.parts import Parts
@@ -46,6 +47,7 @@ class StateDictView:
         """Whether a function is carried out on homes now."""
         return self._is_open and func in _HOMEWARD
 
+    @in_own_mode
     def carry_out(self, func: Callable[..., Any], args: Sequence[Any]) -> torch.Tensor:
         """Carry out a state dict's ``detach`` or ``copy_``."""
         param = args[0]

@@ -13,7 +13,9 @@ from torch import nn
 from hetero.device import ALONE, use_count
 from hetero.errors import StateError
 from hetero.internals import tree_iter
+from hetero.memory.layout import Segment
 from hetero.memory.manager import ANY, Positions
+from hetero.modes import in_own_mode, own_mode
 from hetero.train.access.backward import BackwardAccess
 from hetero.train.access.early import EarlyUpdates, NoEarlyUpdates
 from hetero.train.access.home_view import StateDictView
@@ -136,12 +138,14 @@ class PageFaults:
         if (replica := self._pages.manager.arena.by_storage.get(storage)) is not None:
             self._pages.manager.flush_and_wait(replica.bucket.id)
 
+    @in_own_mode
     def alias(self, param: nn.Parameter) -> torch.Tensor:
         """Return ``param.data`` of a bound parameter; writes through it are not counted."""
         bucket, segment = self._pages.home(param)
         self._pages.manager.expose(bucket, [segment.position] if self._is_shared else None)
         return self._parts.data(param)
 
+    @in_own_mode
     def assign(self, param: nn.Parameter, value: torch.Tensor) -> None:
         """Carry out ``param.data = value`` by copying; a change of geometry is refused."""
         bucket, segment = self._pages.home(param)
@@ -201,17 +205,24 @@ class PageFaults:
             now = versions(homes)
             changed = [homes[i] for i in homes if now[i] != before[i]]
             if write:
-                for bucket, segment in homes.values():
-                    manager.write(bucket, segment.offset, segment.end)
+                with own_mode():
+                    for bucket, segment in homes.values():
+                        manager.write(bucket, segment.offset, segment.end)
         if changed and not write:
-            for bucket in {bucket for bucket, _ in changed}:
-                manager.discard_writes(bucket)
-            for _, segment in changed:
-                self._pages.masters.not_written(segment)
-            names = ", ".join(repr(segment.spec.name) for _, segment in changed)
-            raise StateError(
-                f"parameter {names} was written inside gathered(write=False); the write is undone",
-                advice="use hetero.gathered(..., write=True)",
-            )
-        for bucket in buckets:
-            manager.flush_and_wait(bucket)
+            self._undo(changed)
+        with own_mode():
+            for bucket in buckets:
+                manager.flush_and_wait(bucket)
+
+    @in_own_mode
+    def _undo(self, changed: Sequence[tuple[int, Segment]]) -> None:
+        """Undo writes to parameters that were gathered to be read, and raise StateError."""
+        for bucket in {bucket for bucket, _ in changed}:
+            self._pages.manager.discard_writes(bucket)
+        for _, segment in changed:
+            self._pages.masters.not_written(segment)
+        names = ", ".join(repr(segment.spec.name) for _, segment in changed)
+        raise StateError(
+            f"parameter {names} was written inside gathered(write=False); the write is undone",
+            advice="use hetero.gathered(..., write=True)",
+        )

@@ -21,6 +21,7 @@ from hetero.functional.head import has_memory
 from hetero.internals import NO_TASK, graph_task, install, is_faking, tree_iter
 from hetero.memory.layout import Layout
 from hetero.memory.manager import ANY, ChunkManager, Positions
+from hetero.modes import in_own_mode, own_mode
 from hetero.train.access.backward import (
     PASSES,
     WHY,
@@ -140,7 +141,8 @@ class Runtime:
         self._busy = threading.get_ident()
         self._n_busy += 1
         try:
-            yield
+            with own_mode():
+                yield
         finally:
             self._n_busy -= 1
 
@@ -210,6 +212,7 @@ class Runtime:
         self._entered.append(accessed)
         return pushed
 
+    @in_own_mode
     def leave(self, unit: int, pushed: bool) -> None:
         self._closed()
         if pushed:
@@ -240,6 +243,7 @@ class Runtime:
         self._calls.append(phase)
         return self.saved.push_where_differentiated()
 
+    @in_own_mode
     def leave_model(self, output: object, *, pushed: bool) -> None:
         self._closed()
         if not is_faking():
@@ -264,9 +268,10 @@ class Runtime:
         try:
             yield
         finally:
-            self._closed()
-            self.pages.unbind(buckets, only)
-            self.pages.watch(buckets, only)
+            with own_mode():
+                self._closed()
+                self.pages.unbind(buckets, only)
+                self.pages.watch(buckets, only)
 
     def call_with(
         self,
@@ -281,16 +286,18 @@ class Runtime:
         if phase is Phase.BACKWARD:  # unpin the previous unit: backward has reached this one
             self.backward.touch(buckets[0])
         with self.lend(buckets, "fault", only):
-            for bucket in buckets:
-                unit = self.pages.layout.buckets[bucket].unit
-                self.fetches.follow(phase, unit, (bucket,), self._calls)
+            with own_mode():
+                for bucket in buckets:
+                    unit = self.pages.layout.buckets[bucket].unit
+                    self.fetches.follow(phase, unit, (bucket,), self._calls)
             pushed = not inside_foreign_hooks() and self.saved.push_where_differentiated()
             try:
                 found = func(*args, **kwargs)
             finally:
                 if pushed:
                     self.saved.pop()
-        self.pages.manager.settle()
+        with own_mode():
+            self.pages.manager.settle()
         return found
 
     def quiesce(self) -> None:

@@ -18,6 +18,7 @@ from hetero.device import ALONE, Device, Ticket, use_count
 from hetero.errors import BudgetError, StateError
 from hetero.internals import NO_TASK, graph_task, in_backward
 from hetero.memory.parcel import Parcel, ParcelStore
+from hetero.modes import refuse_backward
 from hetero.train.activations.held import GraphFootprint, Held, Kept
 
 MIN_BYTES = 16 * 2**10  # smaller storages stay: a transfer's launch would cost more
@@ -237,6 +238,7 @@ class Offload:
         if task in (NO_TASK, self._pass):
             return
         self._device.refuse_capture()
+        refuse_backward()
         self._device.in_order()
         self._pass = task
         self._discard_orphans()

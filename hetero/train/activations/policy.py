@@ -17,6 +17,7 @@ from torch import nn
 
 from hetero.internals import in_backward, is_faking
 from hetero.interrupts import theirs
+from hetero.modes import in_own_mode, own_mode
 from hetero.plan.activations import KEEP, OFFLOAD, RECOMPUTE, Policy
 from hetero.train.activations.caches import has_rows, is_cache
 from hetero.train.activations.cut import Checked, check_unit, find_cut
@@ -244,6 +245,7 @@ class ActivationPolicies:
         if self.proofs.need(unit):
             self.policies[unit] = RECOMPUTE
 
+    @in_own_mode
     def begin(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Begin a call of the whole model, on this batch."""
         if in_backward() or is_faking():
@@ -260,8 +262,9 @@ class ActivationPolicies:
         """Run a unit's forward under its policy."""
         if is_faking():
             return self._access(index, call, args, kwargs)
-        self._offload.border()
-        self.forwards.settle()
+        with own_mode():
+            self._offload.border()
+            self.forwards.settle()
         module = self._units[index].module
         if in_backward() or inside_foreign_hooks() or module is None:
             return self._access(index, call, args, kwargs)

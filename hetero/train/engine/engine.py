@@ -13,6 +13,7 @@ from torch import nn
 from hetero import interrupts
 from hetero.errors import BudgetError, StateError, StorageError
 from hetero.events import What
+from hetero.modes import in_own_mode
 from hetero.plan.division import Division
 from hetero.train.engine.admission import Admission
 from hetero.train.engine.alike import digest_of, settings_of
@@ -70,6 +71,7 @@ class Engine:
 
     # -- training --------------------------------------------------------------------------------
 
+    @in_own_mode
     def step(self, optimizer: Optimizer) -> None:
         """Update all parameters that have a gradient, now or during the next forward."""
         setup, log = self.setup, self.setup.log
@@ -164,6 +166,7 @@ class Engine:
         trained = self.residence.trained
         return nullcontext() if trained is None else trained.grads.no_sync()
 
+    @in_own_mode
     def restate(self) -> None:
         """Begin the event log anew, with the present state as its beginning."""
         self.setup.log.clear()
@@ -173,6 +176,7 @@ class Engine:
 
     # -- saving and loading ----------------------------------------------------------------------
 
+    @in_own_mode
     def save(self, saving: Saving) -> None:
         """Begin a save: homes change only after it has read them."""
         self.steps.refuse_early("the model is saved")
@@ -181,6 +185,7 @@ class Engine:
         bound = self.residence.bound_at_home()
         self.setup.saver.begin(saving, self.setup.store, paged=not plain, bound=bound)
 
+    @in_own_mode
     def saved_masters(self) -> dict[int, torch.Tensor]:
         """Return the ``low`` of each master, for a state dict, by the parameter's id."""
         setup = self.setup
@@ -190,6 +195,7 @@ class Engine:
         saved = ((p, setup.masters.saved(setup.segment(p))) for p in setup.params)
         return {id(p): low for p, low in saved if low is not None}
 
+    @in_own_mode
     def load_masters(self, masters: Mapping[torch.Tensor, torch.Tensor]) -> None:
         """Take the ``low`` of parameters' masters from a state dict."""
         setup = self.setup
@@ -199,6 +205,7 @@ class Engine:
             self.residence.settle(setup.bucket(param).id)
             setup.masters.load(setup.segment(param), setup.parts.value(param, low))
 
+    @in_own_mode
     def void_early(self) -> None:
         """Give up a step that will not be made; early updates of it leave a broken model."""
         if self.steps.void_early():
@@ -233,10 +240,12 @@ class Engine:
         """Yield the model's parameters in its own order."""
         return iter(self.setup.params)
 
+    @in_own_mode
     def admit(self, param: torch.Tensor) -> None:
         """Raise ConfigError for a parameter that cannot be stepped."""
         self.admission.admit(param)
 
+    @in_own_mode
     def adopt(self, param: torch.Tensor, state: dict[str, Any], group: Group) -> dict[str, Any]:
         """Return a state with torch's keys whose tensors are the homes' or copies."""
         self.setup.saver.finish()
@@ -274,6 +283,7 @@ class Engine:
         """Raise StateError if the model must not be used."""
         self.broken.refuse()
 
+    @in_own_mode
     def finish(self) -> None:
         """Wait until every update is done; raises what one of them raised."""
         self.steps.refuse_early("states are read")
@@ -291,6 +301,7 @@ class Engine:
 
     # -- taking apart ----------------------------------------------------------------------------
 
+    @in_own_mode
     def release(self) -> None:
         """Give back a plain module and the plain optimizer with its states.
 

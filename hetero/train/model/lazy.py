@@ -14,6 +14,7 @@ from hetero.memory.home import Home
 from hetero.memory.homestore import HomeStore
 from hetero.memory.layout import Segment
 from hetero.memory.shown import alias, take
+from hetero.modes import in_own_mode, own_mode
 
 _DETACH = torch.ops.aten.detach.default
 
@@ -56,31 +57,31 @@ class Lazy(torch.Tensor):
         super().__init__()
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]  # mypy sees no name of torch's
-        return repr(self.slot.read())
+        return repr(_read(self))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        return self.slot.read().clone()
+        return _read(self).clone()
 
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.slot.keep().__array__(*args, **kwargs)
+        return _keep(self).__array__(*args, **kwargs)
 
     def __dlpack__(self, **kwargs: Any) -> Any:
-        return self.slot.keep().__dlpack__(**kwargs)
+        return _keep(self).__dlpack__(**kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.slot.read().clone().__reduce_ex__(protocol)
+        return _read(self).clone().__reduce_ex__(protocol)
 
     def numpy(self, *, force: bool = False) -> Any:
-        return self.slot.keep().numpy(force=force)
+        return _keep(self).numpy(force=force)
 
     def tolist(self) -> Any:
-        return self.slot.read().tolist()
+        return _read(self).tolist()
 
     def data_ptr(self) -> int:
-        return self.slot.keep().data_ptr()
+        return _keep(self).data_ptr()
 
     def share_memory_(self) -> Any:
-        return self.slot.keep().share_memory_()
+        return _keep(self).share_memory_()
 
     @classmethod
     def shortcut(cls, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -97,12 +98,37 @@ class Lazy(torch.Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         if func is _DETACH:
-            it = args[0]
-            return type(it)(it.slot, it.shape, it.stride(), it.dtype, it.device)
+            return _detached(args[0])
         if takes_lists(func) and len(args[0]) > 1:
             return one_by_one(partial(cls.__torch_dispatch__, func, types), args, kwargs)
-        done = cls.shortcut(func, args, kwargs)
+        with own_mode():  # no call between: a gradient looks at the frames of who adds to it
+            done = cls.shortcut(func, args, kwargs)
         return call(func, args, kwargs) if done is NotImplemented else done
+
+
+@in_own_mode
+def _detached(lazy: Lazy) -> Lazy:
+    return type(lazy)(lazy.slot, lazy.shape, lazy.stride(), lazy.dtype, lazy.device)
+
+
+@in_own_mode
+def _read(lazy: Lazy) -> torch.Tensor:
+    return lazy.slot.read()
+
+
+@in_own_mode
+def _exact(lazy: Lazy) -> torch.Tensor:
+    return lazy.slot.exact()
+
+
+@in_own_mode
+def _keep(lazy: Lazy) -> torch.Tensor:
+    return lazy.slot.keep()
+
+
+@in_own_mode
+def _store(lazy: Lazy, written: torch.Tensor) -> None:
+    lazy.slot.store(written)
 
 
 @functools.cache
@@ -148,7 +174,7 @@ def call(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if not isinstance(value, Lazy):
             return value
         if id(value) not in written:
-            written[id(value)] = (value, value.slot.exact())
+            written[id(value)] = (value, _exact(value))
         return written[id(value)][1]
 
     def read(value: Any) -> Any:
@@ -156,7 +182,7 @@ def call(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
             return value
         if id(value) in written:
             return written[id(value)][1]
-        return value.slot.keep() if views else value.slot.read()
+        return _keep(value) if views else _read(value)
 
     places = {
         a.name: a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments
@@ -168,7 +194,7 @@ def call(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     out = func(*tree_map(read, args), **tree_map(read, named))
     back: dict[int, Lazy] = {}
     for lazy, tensor in written.values():
-        lazy.slot.store(tensor)
+        _store(lazy, tensor)
         back[id(tensor)] = lazy
     return tree_map(lambda value: back.get(id(value), value), out) if back else out
 
