@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import io
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -23,7 +24,7 @@ from lightning.pytorch.core import saving
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 
-from hetero.api import empty_init, engine_of, prepare
+from hetero.api import company_of, empty_init, engine_of, prepare
 from hetero.checkpoint.load import read_weights
 from hetero.checkpoint.save import newest_step, save_latest
 from hetero.config import Config, Settings
@@ -159,11 +160,12 @@ class TrainerPart(pytorch.Strategy):
         self, checkpoint_path: str | Path, *args: Any, **kwargs: Any
     ) -> dict[str, Any]:
         """Load a directory of `save_checkpoint`, or a stock Trainer's file."""
-        self._directory = is_ours(checkpoint_path)
+        path = first_path(checkpoint_path, self._module)
+        self._directory = is_ours(path)
         if not self._directory:
-            found: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)
+            found: dict[str, Any] = super().load_checkpoint(path, *args, **kwargs)
             return found
-        return load(checkpoint_path, self._module, *args, **kwargs)
+        return load(path, self._module, *args, **kwargs)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load the module's state from Lightning's file; a directory's is loaded already."""
@@ -271,6 +273,8 @@ class FabricPart(FabricStrategy):
         """Load a checkpoint into ``state``; returns the entries without a place in it."""
         things = state if isinstance(state, dict) else {}
         model = next((thing for thing in things.values() if trains(thing)), None)
+        if model is not None:
+            path = first_path(path, model)
         if model is None or not is_ours(path):
             found: dict[str, Any] = super().load_checkpoint(path, state, strict, *args, **kwargs)
             return found
@@ -367,8 +371,18 @@ def move_metrics(model: nn.Module, place: torch.device) -> None:
 # -- checkpoints -----------------------------------------------------------------------------------
 
 
+def first_path(path: str | Path, model: nn.Module) -> str:
+    """Return the path that the first of the ranks that share a model has; collective.
+
+    A file's name may tell a metric, which each rank computes of its own batches.
+    """
+    told = company_of(model).agree(os.fsencode(path), "the path of a checkpoint")
+    return os.fsdecode(told[0])
+
+
 def save(path: str | Path, model: nn.Module, rest: dict[str, Any]) -> None:
     """Write a model, its optimizer and the rest; replace an existing checkpoint."""
+    path = first_path(path, model)
     written = io.BytesIO()
     torch.save({**rest, TIED: second_names(model)}, written)
     extra = torch.frombuffer(bytearray(written.getvalue()), dtype=torch.uint8)

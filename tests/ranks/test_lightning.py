@@ -198,6 +198,34 @@ def test_a_checkpoint_of_ranks_is_gone_on_with_by_ranks_and_by_one(tmp_path: Pat
     assert_equal(weights_of(module), expected)
 
 
+class Unsynced(Module):
+    """Logs the loss of each rank's own batches."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val", self.net(batch[0]).pow(2).mean())
+
+
+def named_by_a_metric(rank: int, root: Path) -> tuple[str, Values]:
+    launched()
+    torch.manual_seed(0)
+    keep = ModelCheckpoint(root / "kept", "{epoch}-{val:.6f}", monitor="val")
+    given = {"callbacks": [keep], "enable_checkpointing": True, "max_epochs": 2}
+    run, module = on_ranks(root, **given), Unsynced()
+    run.fit(module, loader(samples()), loader(samples(8, seed=2)))
+    named = keep.best_model_path
+    run.validate(module, loader(samples(8, seed=2)), ckpt_path="best", verbose=False)
+    return named, weights_of(module)
+
+
+def test_the_first_rank_names_a_checkpoint_after_its_own_metric(tmp_path: Path) -> None:
+    (first, weights), (second, others) = run_ranks(RANKS, named_by_a_metric, tmp_path)
+
+    assert first != second  # each callback has its own rank's metric
+    assert [str(path) for path in (tmp_path / "kept").iterdir()] == [first]
+    assert_equal(weights, by_torch([*epoch(0), *epoch(1)]))
+    assert_equal(others, weights)
+
+
 def test_ranks_go_on_with_a_file_of_the_stock_trainer(tmp_path: Path) -> None:
     torch.manual_seed(0)
     stock, module = trainer(tmp_path, "auto", accumulate_grad_batches=RANKS), Module()
