@@ -42,6 +42,7 @@ from hetero.integrations.prepared import (
     plain_again,
     trains,
 )
+from hetero.integrations.refusals import refuse_early, refuse_plugins, refuse_type
 from hetero.integrations.sequences import each_batch_once
 from hetero.parallel.context import context_parallel
 from hetero.parallel.mesh import (
@@ -56,10 +57,8 @@ from hetero.parallel.mesh import (
 from hetero.train.engine.replicas import Replicas, one_pass, open_group
 from hetero.train.update.optimizer import Optimizer
 
-FOREIGN = ("deepspeed_plugin", "deepspeed_plugins", "fsdp_plugin", "megatron_lm_plugin")
 SETTINGS = "HETERO_CONFIG"
 PART = "hetero_{}"  # a model's checkpoint, in a directory of accelerate's
-OTHERS = ("DEEPSPEED", "FSDP", "MEGATRON_LM", "XLA")
 
 
 class HeteroPlugin:
@@ -82,7 +81,8 @@ class HeteroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no
     """An `Accelerator` whose models train under byte budgets.
 
     Models and optimizers may come to `prepare` in any order and in several calls. A trainable model
-    waits for its optimizer; if it computes before that, it is prepared for inference.
+    waits for its optimizer; if it computes before that, it is prepared for inference meanwhile, and
+    graphs of those forwards end when the optimizer comes.
 
     Args:
         hetero_plugin: a `HeteroPlugin`, or its settings. None: the file named by the environment
@@ -106,12 +106,7 @@ class HeteroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no
         **kwargs: Any,
     ) -> None:
         # before they are built: they leave variables in the environment
-        found = [name for name in FOREIGN if kwargs.get(name) is not None]
-        if found:
-            raise ConfigError(
-                f"{found[0]} together with hetero_plugin: both would place the model's parameters",
-                advice=f"drop {found[0]}",
-            )
+        refuse_plugins(kwargs)
         given = kwargs.pop("parallelism_config", None)  # accelerate takes none on CPUs
         with without(LAUNCHED) as launched:
             super().__init__(*args, **kwargs)
@@ -141,11 +136,7 @@ class HeteroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no
         return adopted
 
     def _take(self, plugin: HeteroPlugin | Settings, axes: Any = None) -> None:
-        if self.distributed_type.value in OTHERS:
-            raise ConfigError(
-                f"hetero does not work under distributed_type={self.distributed_type.value}",
-                advice="launch the script without it",
-            )
+        refuse_type(self.distributed_type)
         if plugin is None:
             plugin = os.environ.get(SETTINGS)
         taken = plugin if isinstance(plugin, HeteroPlugin) else HeteroPlugin(plugin)
@@ -159,24 +150,13 @@ class HeteroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no
             self.hetero_config = dataclasses.replace(taken.config, mesh=whole)
         refuse_stages(self.hetero_config.mesh, "accelerate")
         self._axes = axes_of_sizes(self._sizes) if self._n_alike > 1 else None
-        self._refuse_early()
+        refuse_early(self.hetero_config, self.gradient_accumulation_steps, self.num_processes)
         self._waiting: dict[int, UnpairedModel] = {}
         self._replicas: dict[int, Replicas] = {}
         self._data_mesh: Any = None
         self._group = open_group() if self._averages else None
         if self._scales:
             self.scaler = None  # hetero scales the loss itself
-
-    def _refuse_early(self) -> None:
-        """Refuse updates in backward if gradients are accumulated or averaged first."""
-        adds, averages = self.gradient_accumulation_steps > 1, self.num_processes > 1
-        if self.hetero_config.updates == "backward" and (adds or averages):
-            raise ConfigError(
-                "updates='backward' together with"
-                f" gradient_accumulation_steps={self.gradient_accumulation_steps} on"
-                f" {self.num_processes} processes: gradients are whole after the last pass only",
-                advice="leave updates= at 'step'",
-            )
 
     # -- prepare ---------------------------------------------------------------------------------
 
@@ -319,14 +299,17 @@ class HeteroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no
             )
 
     def _paired(self, optimizer: torch.optim.Optimizer) -> Optimizer:
-        """Prepare an optimizer with the waiting model whose parameters it has."""
+        """Prepare an optimizer with the model whose parameters it has: one that waits for it, or
+        that has computed meanwhile and was prepared for inference."""
         params = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        for waiting in list(self._waiting.values()):
-            if params & {id(p) for p in waiting.model.parameters()}:
-                waiting.over()
+        alone = [model for model in self._models if is_prepared(model) and not trains(model)]
+        for model in (*(waiting.model for waiting in self._waiting.values()), *alone):
+            if params & {id(p) for p in model.parameters()}:
+                if id(model) in self._waiting:
+                    self._waiting[id(model)].over()
+                plain_again(model)
                 prepared: Optimizer
-                config = self.hetero_config
-                _, prepared = prepare_tuned(waiting.model, optimizer, config, AVERAGED)
+                _, prepared = prepare_tuned(model, optimizer, self.hetero_config, AVERAGED)
                 return prepared
         raise ConfigError(
             "the optimizer is of no model that was given to prepare",

@@ -47,14 +47,19 @@ def started() -> None:
     GradientState._reset_state()
 
 
-def shared(rank: int, folder: Path) -> dict[str, Any]:
+def shared(rank: int, folder: Path, evaluates: bool) -> dict[str, Any]:
+    """Train, save and load; a model that ``evaluates`` does so before its optimizer comes."""
     started()
     accelerator = HeteroAccelerator(hetero_plugin={**SETTINGS, "mesh": "world"}, cpu=True)
     torch.manual_seed(rank)
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     loader = DataLoader(data(), batch_size=4)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    model, loader = accelerator.prepare(model, loader)
+    if evaluates:
+        with torch.no_grad():
+            model(torch.zeros(2, 10))
+    optimizer = accelerator.prepare(optimizer)
     norms = []
     for step, (batch,) in enumerate(loader):
         accelerator.backward(model(batch).pow(2).mean())
@@ -70,7 +75,8 @@ def shared(rank: int, folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.campaign(seconds=3)
-def test_processes_share_a_model_that_accelerate_prepares(tmp_path: Path) -> None:
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_processes_share_a_model_that_accelerate_prepares(evaluates: bool, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -83,7 +89,7 @@ def test_processes_share_a_model_that_accelerate_prepares(tmp_path: Path) -> Non
         optimizer.step()
         optimizer.zero_grad()
 
-    for each in run_ranks(2, shared, tmp_path):
+    for each in run_ranks(2, shared, tmp_path, evaluates):
         assert each["norms"] == norms
         for name, value in model.state_dict().items():
             assert torch.equal(each["weights"][name], value), name

@@ -1,0 +1,41 @@
+"""What an Accelerator of hetero's refuses when it is built (floor 4)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from hetero.config import Config
+from hetero.errors import ConfigError
+
+FOREIGN = ("deepspeed_plugin", "deepspeed_plugins", "fsdp_plugin", "megatron_lm_plugin")
+OTHERS = ("DEEPSPEED", "FSDP", "MEGATRON_LM", "XLA")
+
+
+def refuse_plugins(given: Mapping[str, Any]) -> None:
+    """Refuse plug-ins that place parameters, among an Accelerator's arguments."""
+    found = [name for name in FOREIGN if given.get(name) is not None]
+    if found:
+        raise ConfigError(
+            f"{found[0]} together with hetero_plugin: both would place the model's parameters",
+            advice=f"drop {found[0]}",
+        )
+
+
+def refuse_type(distributed_type: Any) -> None:
+    """Refuse a launch whose processes place parameters."""
+    if distributed_type.value in OTHERS:
+        raise ConfigError(
+            f"hetero does not work under distributed_type={distributed_type.value}",
+            advice="launch the script without it",
+        )
+
+
+def refuse_early(config: Config, n_passes: int, n_processes: int) -> None:
+    """Refuse updates in backward if gradients are accumulated or averaged first."""
+    if config.updates == "backward" and (n_passes > 1 or n_processes > 1):
+        raise ConfigError(
+            f"updates='backward' together with gradient_accumulation_steps={n_passes} on"
+            f" {n_processes} processes: gradients are whole after the last pass only",
+            advice="leave updates= at 'step'",
+        )
