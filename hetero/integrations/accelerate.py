@@ -42,7 +42,7 @@ from hetero.integrations.prepared import (
     plain_again,
     trains,
 )
-from hetero.integrations.refusals import refuse_early, refuse_plugins, refuse_type
+from hetero.integrations.refusals import refuse_early, refuse_parts, refuse_plugins, refuse_type
 from hetero.integrations.sequences import each_batch_once
 from hetero.parallel.context import context_parallel
 from hetero.parallel.mesh import (
@@ -217,6 +217,7 @@ class HeteroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no
         if self._sizes.get(CONTEXT, 1) > 1:
             drop_masks(model)
         if self._averages and id(model) not in self._replicas:
+            refuse_parts(model, self.num_processes)
             shares = self.ddp_handler is None or self.ddp_handler.broadcast_buffers
             self._replicas[id(model)] = Replicas(model, self._group, buffers=shares)
         if to_train:

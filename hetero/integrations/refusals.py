@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from torch import nn
+
 from hetero.config import Config
 from hetero.errors import ConfigError
+from hetero.parallel.mesh import parts_of
 
 FOREIGN = ("deepspeed_plugin", "deepspeed_plugins", "fsdp_plugin", "megatron_lm_plugin")
 OTHERS = ("DEEPSPEED", "FSDP", "MEGATRON_LM", "XLA")
@@ -38,4 +41,15 @@ def refuse_early(config: Config, n_passes: int, n_processes: int) -> None:
             f"updates='backward' together with gradient_accumulation_steps={n_passes} on"
             f" {n_processes} processes: gradients are whole after the last pass only",
             advice="leave updates= at 'step'",
+        )
+
+
+def refuse_parts(model: nn.Module, n_processes: int) -> None:
+    """Refuse a model of which ranks have parts, where processes average whole models."""
+    if parts_of(model).kinds:
+        raise ConfigError(
+            f"ranks divide the model's tensors (DTensors), and {n_processes} processes are to"
+            " average whole models",
+            advice="name the ranks of a tensor: mesh={'tp': 2}, or with shares on top"
+            " mesh={'dp_shard': 2, 'tp': 2}",
         )

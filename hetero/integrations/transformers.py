@@ -24,14 +24,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
-from safetensors.torch import load_file
 from torch import nn
 
 from hetero.api import company_of, engine_of
 from hetero.checkpoint.save import save_checkpoint
 from hetero.config import Config, Settings
 from hetero.errors import CheckpointMismatch, ConfigError, HeteroError, StateError
-from hetero.export import export, is_plain, trained_values
+from hetero.export import is_plain, trained_values
 from hetero.integrations.accelerate import (
     SETTINGS,
     HeteroAccelerator,
@@ -49,9 +48,21 @@ from hetero.integrations.sequences import (
     whole_inputs,
     whole_loss,
 )
+from hetero.integrations.trainable import (
+    STATES,
+    check_adapters,
+    check_states,
+    check_trainable,
+    has_adapters,
+)
+from hetero.integrations.whole import (
+    exported_state,
+    has_plain_state,
+    take_part,
+    whole_values,
+)
 from hetero.parallel.mesh import CONTEXT
 from hetero.status import status
-from hetero.train.engine.check import check_model
 from hetero.types import Tier
 
 if TYPE_CHECKING:
@@ -60,8 +71,7 @@ else:
     Stock = object  # the user's class follows it in the method resolution order
 
 FOLDER = "hetero"  # in a checkpoint's directory
-STAGED = ".hetero-weights"  # while parameters are read from disk
-STATES, SCHEDULE = "optimizer.pt", "scheduler.pt"
+SCHEDULE = "scheduler.pt"
 NEEDED = (
     "create_accelerator_and_postprocess",
     "create_optimizer",
@@ -118,6 +128,7 @@ def enable(live: Any, config: Settings = None, **settings: Any) -> Any:
     taken = settings_of(live.args, Config.load(config, **settings))
     check_args(live.args)
     check_trainable(live.model)
+    check_adapters(live.model, live.args)
     kept = [model for model in live.accelerator._models if model is not live.model]
     live.accelerator.free_memory()
     live.optimizer = getattr(live.optimizer, "optimizer", live.optimizer)
@@ -160,6 +171,7 @@ class HeteroTrainer(Stock):
         check_args(self.args)
         if self.model is not None:
             check_trainable(self.model)
+            check_adapters(self.model, self.args)
         given = self.hetero_given or os.environ.get(SETTINGS) or None
         taken = settings_of(self.args, Config.load(given))
         self._hetero_axes = None
@@ -258,7 +270,7 @@ class HeteroTrainer(Stock):
     def save_model(self: Any, output_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
         """Save as Trainer does, which lets one rank write; those that share its model take part."""
         if company_of(self.model).size > 1 and not self.args.should_save:
-            take_part(self.model, self._hetero_folder(output_dir))
+            read_along(self.model, self._hetero_folder(output_dir))
         super().save_model(output_dir, *args, **kwargs)
 
     def _hetero_folder(self: Any, output_dir: str | None) -> Path:
@@ -296,12 +308,18 @@ class HeteroTrainer(Stock):
     ) -> None:
         """Load a stock Trainer's checkpoint; hetero's is loaded when the model is prepared."""
         if not is_ours(resume_from_checkpoint):
-            with mismatches(resume_from_checkpoint):
+            with mismatches(resume_from_checkpoint), whole_values(model or self.model):
                 super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_best_model(self: Any) -> None:
+        """Load the weights that were best, from files that have whole tensors."""
+        with whole_values(self.model):
+            super()._load_best_model()
 
     def _load_optimizer_and_scheduler(self: Any, checkpoint: str | None) -> None:
         """Load model and states from hetero's checkpoint, or states from stock Trainer's files."""
         if checkpoint is None or not is_ours(checkpoint):
+            check_states(checkpoint, self.model)
             with mismatches(checkpoint):
                 super()._load_optimizer_and_scheduler(checkpoint)
             return
@@ -324,11 +342,6 @@ def metrics(model: nn.Module) -> dict[str, float]:
     return found
 
 
-def has_adapters(model: nn.Module) -> bool:
-    """Whether a model is one of PEFT's, which saves only its adapters."""
-    return hasattr(model, "peft_config")
-
-
 def is_ours(checkpoint: str) -> bool:
     """Whether hetero wrote a Trainer's checkpoint; see [Note: checkpoints]."""
     folder = Path(checkpoint)
@@ -337,30 +350,15 @@ def is_ours(checkpoint: str) -> bool:
 
 @contextmanager
 def plain_state(model: nn.Module, folder: Path) -> Iterator[dict[str, torch.Tensor] | None]:
-    """Yield a state dict of plain tensors, or None if the model's own is one.
-
-    safetensors writes tensors in memory, and parameters with homes on disk have none. They are
-    exported into the folder and mapped from there, so that memory holds one piece at a time.
-    """
-    own = model.state_dict()
-    if all(is_plain(value) for value in own.values()):
+    """Yield a state dict of plain tensors, or None if the model's own is one."""
+    if has_plain_state(model):
         yield None
-        return
-    if has_adapters(model):  # only these are written
+    elif has_adapters(model):  # only these are written
+        own = model.state_dict()
         yield {**own, **trained_values(model, own)}
-        return
-    staged = folder / STAGED
-    try:
-        export(model, staged)
-        mapped: dict[str, torch.Tensor] = {}
-        for path in staged.glob("*.safetensors"):
-            mapped.update(load_file(path))
-        first: dict[int, str] = {}
-        names = model.named_parameters(remove_duplicate=False)
-        tied = {name: first.setdefault(id(param), name) for name, param in names}
-        yield {name: mapped[tied.get(name, name)] for name in own}
-    finally:
-        shutil.rmtree(staged, ignore_errors=True)
+    else:
+        with exported_state(model, folder) as plain:
+            yield plain
 
 
 def plain_states(states: dict[str, Any]) -> dict[str, Any]:
@@ -378,15 +376,14 @@ def plain_states(states: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def take_part(model: nn.Module, folder: Path) -> None:
+def read_along(model: nn.Module, folder: Path) -> None:
     """Read what `plain_state` reads, on a rank that shares the model of the one that writes."""
-    own = model.state_dict()
-    if all(is_plain(value) for value in own.values()):
+    if has_plain_state(model):
         return
     if has_adapters(model):
-        trained_values(model, own)
+        trained_values(model, model.state_dict())
     else:
-        export(model, folder / STAGED)
+        take_part(model, folder)
 
 
 @contextmanager
@@ -442,29 +439,6 @@ def check_args(args: Any) -> None:
             f"TrainingArguments of transformers {transformers.__version__} has no _n_gpu",
             advice=f"show one GPU to the process, or use transformers {SUPPORTED}",
         )
-
-
-def check_trainable(model: nn.Module) -> None:
-    """Refuse a model that cannot be prepared, before anything is built.
-
-    A prepared one is accepted: this Trainer releases it when it begins to train.
-    """
-    if is_prepared(model):
-        return
-    places = getattr(model, "hf_device_map", None) or {}
-    if len(set(places.values())) > 1:
-        raise ConfigError(
-            f"the model lies on several devices: {sorted(map(str, set(places.values())))}",
-            advice="load it without device_map: hetero brings parameters to the device",
-        )
-    method = getattr(model, "quantization_method", None)
-    if method is not None:
-        raise ConfigError(
-            f"the model's weights are quantized ({getattr(method, 'value', method)})",
-            advice="load it without quantization_config; with frozen='nf4' hetero codes frozen"
-            " weights",
-        )
-    check_model(model)
 
 
 def settings_of(args: Any, config: Config) -> Config:

@@ -257,6 +257,20 @@ def after_next_forward(module: nn.Module, call: Callable[[Any], None]) -> Callab
     return handle.remove
 
 
+def before_load(
+    module: nn.Module, call: Callable[[dict[str, Any], str], None]
+) -> Callable[[], None]:
+    """Call ``call`` with the state dict, and this module's prefix in it, before each load of a
+    module's own tensors; return a function that ends that."""
+
+    def with_state(_: nn.Module, state: dict[str, Any], prefix: str, *__: Any) -> None:
+        call(state, prefix)
+
+    handle: Any = module.register_load_state_dict_pre_hook(with_state)
+    end: Callable[[], None] = handle.remove
+    return end
+
+
 def before_node(node: Any, call: Callable[..., None]) -> None:
     """Call ``call`` before backward runs a node, for as long as its graph lives."""
     node.register_prehook(call)
