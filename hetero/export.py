@@ -75,12 +75,14 @@ def write(
     ranks: Ranks = ONE_RANK,
     *,
     gathers: bool = False,
+    writes: bool | None = None,
 ) -> Path:
     """Carry out `export` through a given door to files.
 
     Args:
         ranks: those that share the model; they meet after each file.
-        gathers: whether each of several has to read what the first one writes.
+        gathers: whether each of several has to read what one of them writes.
+        writes: whether this rank writes; None: the first one does.
     """
     # 1. refuse before any file is touched
     items = items_of(model)
@@ -96,7 +98,8 @@ def write(
 
         def begin() -> bytes:
             files: StagedFiles | Unwritten
-            files = StagedFiles(directory, io) if ranks.rank == 0 else Unwritten(reads)
+            is_writer = ranks.rank == 0 if writes is None else writes
+            files = StagedFiles(directory, io) if is_writer else Unwritten(reads)
             undo.enter_context(files)
             opened.append(files)
             files.check_room(sum(item.n_bytes for item in items))

@@ -23,6 +23,7 @@ from hetero.api import backward, engine_of, prepare_tuned, release
 from hetero.checkpoint.save import KINDS, STATES, save_latest
 from hetero.config import Config, Settings
 from hetero.errors import ConfigError, StateError
+from hetero.integrations.optimizers import HeteroOptimizer, is_unprepared
 from hetero.integrations.parallelism import (
     LAUNCHED,
     axes_of_sizes,
@@ -44,6 +45,7 @@ from hetero.integrations.prepared import (
 )
 from hetero.integrations.refusals import refuse_early, refuse_parts, refuse_plugins, refuse_type
 from hetero.integrations.sequences import each_batch_once
+from hetero.integrations.whole import for_files
 from hetero.parallel.context import context_parallel
 from hetero.parallel.mesh import (
     CONTEXT,
@@ -428,6 +430,23 @@ class HeteroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no
         self.wait_for_everyone()
         return folder
 
+    def save_model(
+        self,
+        model: nn.Module,
+        save_directory: str | os.PathLike[str],
+        max_shard_size: int | str = "10GB",
+        safe_serialization: bool = True,
+    ) -> None:
+        """Save weights in the files of stock accelerate; all ranks that share the model call this.
+
+        Weights whose homes are on disk, or shared, pass through files in the directory.
+        """
+        each_node = self.project_configuration.save_on_each_node
+        writes = self.is_local_main_process if each_node else self.is_main_process
+        with for_files(model, Path(save_directory), writes=writes) as shown:
+            if shown is not None:
+                super().save_model(shown, save_directory, max_shard_size, safe_serialization)
+
     def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
         """Load a directory of `save_state`, by default the newest.
 
@@ -462,20 +481,3 @@ class HeteroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no
         while self._replicas:
             self._replicas.popitem()[1].close()
         return super().free_memory(*objects)
-
-
-class HeteroOptimizer(AcceleratedOptimizer):  # type: ignore[misc]  # accelerate has no types
-    """A `hetero.Optimizer` that steps once gradients are complete."""
-
-    def __init__(self, optimizer: Optimizer, scaler: Any) -> None:
-        super().__init__(optimizer, device_placement=False, scaler=scaler)
-
-    @property
-    def step_was_skipped(self) -> bool:
-        """Whether loss scaling skipped the last step, hetero's or accelerate's."""
-        return bool(self.optimizer.step_was_skipped or super().step_was_skipped)
-
-
-def is_unprepared(thing: Any) -> bool:
-    known = (AcceleratedOptimizer, Optimizer)
-    return isinstance(thing, torch.optim.Optimizer) and not isinstance(thing, known)

@@ -34,10 +34,10 @@ from hetero.export import is_plain, trained_values
 from hetero.integrations.accelerate import (
     SETTINGS,
     HeteroAccelerator,
-    HeteroOptimizer,
     HeteroPlugin,
 )
 from hetero.integrations.losses import Losses
+from hetero.integrations.optimizers import HeteroOptimizer
 from hetero.integrations.parallelism import LAUNCHED, launched_axes, without
 from hetero.integrations.prepared import is_prepared, load_states, plain_again
 from hetero.integrations.sequences import (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -13,18 +14,36 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from hetero.export import export, is_plain
+from hetero.api import company_of
+from hetero.export import is_plain, write
+from hetero.io import IO
 from hetero.parallel.mesh import parts_of
 from hetero.train.access.hooks import before_load
 from hetero.train.model.parts import Parts
 
 STAGED = ".hetero-weights"  # while parameters are read from disk, or from other ranks
+MAPPED_BYTES = 5 * 10**9  # of tensors in one of its files
 
 
 def has_plain_state(model: nn.Module) -> bool:
     """Whether all tensors of a model's state dict are in this process's memory, and whole."""
     values = model.state_dict().values()
     return all(is_plain(value) for value in values if isinstance(value, torch.Tensor))
+
+
+@contextmanager
+def for_files(model: nn.Module, folder: Path, *, writes: bool) -> Iterator[nn.Module | None]:
+    """Yield a module whose state dict is plain: the model, or one made of exported files; None on a
+    rank that reads along while another one ``writes``."""
+    if has_plain_state(model):
+        yield model
+    elif writes:
+        with exported_state(model, folder) as state:
+            yield Weights(state)
+    else:
+        if company_of(model).size > 1:  # else the others have models of their own
+            take_part(model, folder)
+        yield None
 
 
 @contextmanager
@@ -37,7 +56,7 @@ def exported_state(model: nn.Module, folder: Path) -> Iterator[dict[str, torch.T
     """
     staged = folder / STAGED
     try:
-        export(model, staged)
+        read(model, staged, writes=True)
         mapped: dict[str, torch.Tensor] = {}
         for path in staged.glob("*.safetensors"):
             mapped.update(load_file(path))
@@ -51,7 +70,24 @@ def exported_state(model: nn.Module, folder: Path) -> Iterator[dict[str, torch.T
 
 def take_part(model: nn.Module, folder: Path) -> None:
     """Read what `exported_state` reads, on a rank that shares the model of the one that writes."""
-    export(model, folder / STAGED)
+    read(model, folder / STAGED, writes=False)
+
+
+def read(model: nn.Module, staged: Path, *, writes: bool) -> None:
+    """Read a model's tensors, of which each rank that shares it may have its own writer."""
+    comm = company_of(model)
+    write(model, staged, MAPPED_BYTES, IO(), comm, gathers=comm.node is None, writes=writes)
+
+
+class Weights(nn.Module):
+    """A state dict, as the module that has it."""
+
+    def __init__(self, state: dict[str, torch.Tensor]) -> None:
+        super().__init__()
+        self._state = state
+
+    def state_dict(self, *_: Any, **__: Any) -> Any:
+        return OrderedDict(self._state)
 
 
 @contextmanager

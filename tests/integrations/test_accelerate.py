@@ -24,6 +24,7 @@ from accelerate.utils import ProjectConfiguration  # noqa: E402
 import hetero  # noqa: E402
 from hetero.errors import BudgetError, ConfigError, StateError  # noqa: E402
 from hetero.integrations.accelerate import HeteroAccelerator, HeteroPlugin  # noqa: E402
+from hetero.integrations.whole import has_plain_state  # noqa: E402
 from hetero.testing.ranks import run_ranks  # noqa: E402
 from tests.integrations import ranks as ranks_script  # noqa: E402
 from tests.integrations.models import Tied  # noqa: E402
@@ -270,19 +271,42 @@ def test_values_are_clipped_as_stock_clips_them() -> None:
     assert_equal(clipped(ours()), expected)
 
 
-def test_the_files_of_save_model_are_the_same(tmp_path: Path) -> None:
-    def saved(accelerator: Any, name: str) -> dict[str, bytes]:
-        parts = prepared(accelerator, "model first")
-        steps(accelerator, parts)
-        accelerator.save_model(parts[0], str(tmp_path / name), max_shard_size="8KB")
-        return {path.name: path.read_bytes() for path in (tmp_path / name).iterdir()}
+@pytest.mark.parametrize("is_safe", [True, False])
+@pytest.mark.parametrize("spills", [False, True])
+def test_the_files_of_save_model_are_the_same(
+    spills: bool, is_safe: bool, tmp_path: Path, disk: Path
+) -> None:
+    def saved(accelerator: Any, name: str, size: str) -> dict[str, bytes]:
+        torch.manual_seed(0)
+        model = Tied(blocks=24)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        model, optimizer, batches = accelerator.prepare(model, optimizer, loader())
+        accelerator.backward(model(next(iter(batches))[0]).square().mean())
+        optimizer.step()
+        if name == "ours":
+            assert ("NVME" in hetero.status(model).tiers) == spills
+            assert has_plain_state(model) != spills
+        folder = tmp_path / name / size
+        accelerator.save_model(model, str(folder), max_shard_size=size, safe_serialization=is_safe)
+        if not is_safe:  # a pickle tells how storages lie
+            loaded = {path.name: torch.load(path) for path in folder.glob("*.bin")}
+            return {f"{at} {k}": bits(v) for at, each in loaded.items() for k, v in each.items()}
+        return {path.name: path.read_bytes() for path in folder.iterdir()}
 
-    expected = saved(stock(), "stock")
-    afresh_state()
+    more = {"host": 340_000, "nvme": disk, "chunk_bytes": 1024} if spills else {}
+    for size in ("8KB", "10GB"):
+        expected = saved(stock(), "stock", size)
+        assert (len(expected) > 2) == (size == "8KB" or not is_safe)
+        afresh_state()
+        plugin = HeteroPlugin(device="cpu:sim", hbm=100_000, **more)
+        accelerator = HeteroAccelerator(cpu=True, hetero_plugin=plugin)
+        assert saved(accelerator, "ours", size) == expected
+        accelerator.free_memory()
+        afresh_state()
 
-    found = saved(ours(), "ours")
-    assert len(expected) > 2
-    assert found == expected
+
+def bits(tensor: torch.Tensor) -> bytes:
+    return tensor.numpy().tobytes()
 
 
 def test_states_rotate_and_a_run_goes_on_in_the_middle_of_an_epoch(tmp_path: Path) -> None:

@@ -16,15 +16,18 @@ from torch.utils.data import DataLoader, TensorDataset
 
 pytest.importorskip("accelerate")
 
+from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
 
 from hetero import ConfigError
-from hetero.api import engine_of
+from hetero.api import company_of, engine_of
+from hetero.integrations import accelerate as integration
 from hetero.integrations.accelerate import HeteroAccelerator
 from hetero.integrations.parallelism import drop_masks
 from hetero.parallel.context import context_parallel
 from hetero.status import status
 from hetero.testing.ranks import outcomes, run_ranks
+from hetero.train.engine.tuning import Tuning
 from tests.ranks.context_models import averaged
 from tests.ranks.models import Net
 from tests.ranks.tensor_models import differing, tiny_llama, whole
@@ -93,6 +96,51 @@ def test_processes_share_a_model_that_accelerate_prepares(evaluates: bool, tmp_p
         assert each["norms"] == norms
         for name, value in model.state_dict().items():
             assert torch.equal(each["weights"][name], value), name
+
+
+def saved(rank: int, folder: Path, how: str) -> None:
+    """Take a step on the same batch, and save the weights in files of at most 4 KB."""
+    started()
+    if how == "gathered":  # as ranks of several machines, which read weights together
+        integration.AVERAGED = Tuning(averages=True, one_sided=False)
+    accelerator = HeteroAccelerator(hetero_plugin={**SETTINGS, "mesh": "world"}, cpu=True)
+    if how == "each machine":
+        os.environ["LOCAL_RANK"] = "0"
+        PartialState._shared_state["local_process_index"] = 0
+        accelerator.project_configuration.save_on_each_node = True
+        folder = folder / f"{rank}"
+    model, optimizer = accelerator.prepare(*net_and_rule())
+    assert (company_of(model).node is None) == (how == "gathered")
+    accelerator.backward(model(torch.ones(4, 10)).pow(2).mean())
+    optimizer.step()
+    accelerator.save_model(model, folder, max_shard_size="4KB")
+    accelerator.wait_for_everyone()
+    model(torch.ones(4, 10)).sum().backward()  # calls of ranks are in step
+    accelerator.free_memory()
+
+
+def net_and_rule() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = Net()
+    return model, torch.optim.SGD(model.parameters(), lr=1e-2)
+
+
+@pytest.mark.parametrize("how", ["read", "gathered", "each machine"])
+def test_a_model_that_ranks_share_is_saved_in_the_files_of_stock_accelerate(
+    how: str, tmp_path: Path
+) -> None:
+    model, optimizer = net_and_rule()
+    model(torch.ones(4, 10)).pow(2).mean().backward()
+    optimizer.step()
+    Accelerator(cpu=True).save_model(model, tmp_path / "stock", max_shard_size="4KB")
+    expected = {path.name: path.read_bytes() for path in (tmp_path / "stock").iterdir()}
+    assert len(expected) > 3
+
+    run_ranks(2, saved, tmp_path / "ours", how)
+
+    for folder in ("0", "1") if how == "each machine" else (".",):
+        files = (tmp_path / "ours" / folder).iterdir()
+        assert {path.name: path.read_bytes() for path in files} == expected
 
 
 def sized(rank: int, way: str, **sizes: int) -> tuple[int, int]:
