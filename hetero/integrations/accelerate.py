@@ -23,6 +23,7 @@ from hetero.api import backward, engine_of, prepare_tuned, release
 from hetero.checkpoint.save import KINDS, STATES, save_latest
 from hetero.config import Config, Settings
 from hetero.errors import ConfigError, StateError
+from hetero.integrations.local_steps import LocalSteps
 from hetero.integrations.optimizers import HeteroOptimizer, is_unprepared
 from hetero.integrations.parallelism import (
     LAUNCHED,
@@ -43,7 +44,13 @@ from hetero.integrations.prepared import (
     plain_again,
     trains,
 )
-from hetero.integrations.refusals import refuse_early, refuse_parts, refuse_plugins, refuse_type
+from hetero.integrations.refusals import (
+    refuse_early,
+    refuse_hook,
+    refuse_parts,
+    refuse_plugins,
+    refuse_type,
+)
 from hetero.integrations.sequences import each_batch_once
 from hetero.integrations.whole import for_files
 from hetero.parallel.context import context_parallel
@@ -152,9 +159,12 @@ class HeteroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no
             self.hetero_config = dataclasses.replace(taken.config, mesh=whole)
         refuse_stages(self.hetero_config.mesh, "accelerate")
         self._axes = axes_of_sizes(self._sizes) if self._n_alike > 1 else None
+        refuse_hook(self.ddp_handler, self.num_processes)
         refuse_early(self.hetero_config, self.gradient_accumulation_steps, self.num_processes)
         self._waiting: dict[int, UnpairedModel] = {}
         self._replicas: dict[int, Replicas] = {}
+        shares = self.num_processes > 1 and not self._averages
+        self._local_steps = LocalSteps(self.hetero_config, self.no_sync, shares=shares)
         self._data_mesh: Any = None
         self._group = open_group() if self._averages else None
         if self._scales:
@@ -223,6 +233,8 @@ class HeteroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no
             shares = self.ddp_handler is None or self.ddp_handler.broadcast_buffers
             self._replicas[id(model)] = Replicas(model, self._group, buffers=shares)
         if to_train:
+            if self.distributed_type.value != "NO":
+                self._local_steps.offer(model)
             self._waiting[id(model)] = UnpairedModel(self, model)
         else:
             prepare_tuned(model, None, self.hetero_config, AVERAGED)
@@ -478,6 +490,7 @@ class HeteroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no
             model.__dict__.pop("_is_accelerate_prepared", None)
         for waiting in list(self._waiting.values()):
             waiting.over()
+        self._local_steps.close()
         while self._replicas:
             self._replicas.popitem()[1].close()
         return super().free_memory(*objects)

@@ -53,3 +53,15 @@ def refuse_parts(model: nn.Module, n_processes: int) -> None:
             advice="name the ranks of a tensor: mesh={'tp': 2}, or with shares on top"
             " mesh={'dp_shard': 2, 'tp': 2}",
         )
+
+
+def refuse_hook(handler: Any, n_processes: int) -> None:
+    """Refuse a hook of torch's DistributedDataParallel, which would change what ranks exchange."""
+    hook = getattr(handler, "comm_hook", None)  # not in old releases
+    name = getattr(hook, "value", hook)
+    if n_processes > 1 and name not in (None, "no"):
+        raise ConfigError(
+            f"DistributedDataParallelKwargs(comm_hook={name!r}): hetero exchanges gradients in"
+            " their own dtype, and calls no hook of torch's DistributedDataParallel",
+            advice="leave comm_hook out",
+        )

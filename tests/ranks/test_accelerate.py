@@ -17,7 +17,9 @@ from torch.utils.data import DataLoader, TensorDataset
 pytest.importorskip("accelerate")
 
 from accelerate import Accelerator
+from accelerate.local_sgd import LocalSGD
 from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs
 
 from hetero import ConfigError
 from hetero.api import company_of, engine_of
@@ -29,7 +31,7 @@ from hetero.status import status
 from hetero.testing.ranks import outcomes, run_ranks
 from hetero.train.engine.tuning import Tuning
 from tests.ranks.context_models import averaged
-from tests.ranks.models import Net
+from tests.ranks.models import Net, Values
 from tests.ranks.tensor_models import differing, tiny_llama, whole
 
 STEPS = 6
@@ -141,6 +143,73 @@ def test_a_model_that_ranks_share_is_saved_in_the_files_of_stock_accelerate(
     for folder in ("0", "1") if how == "each machine" else (".",):
         files = (tmp_path / "ours" / folder).iterdir()
         assert {path.name: path.read_bytes() for path in files} == expected
+
+
+def stepping_alone(rank: int, settings: dict[str, Any] | None) -> tuple[Values, int]:
+    """Train with LocalSGD; None: by stock accelerate. Returns weights, and evictions."""
+    started()
+    accelerator: Any = Accelerator(cpu=True)
+    if settings is not None:
+        accelerator = HeteroAccelerator(hetero_plugin={**SETTINGS, **settings}, cpu=True)
+    torch.manual_seed(0)
+    model: Any = Net()
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    dice = torch.Generator().manual_seed(rank)
+    with LocalSGD(accelerator, model, local_sgd_steps=2) as local:
+        for _ in range(3):
+            batch = torch.randn(4, 10, generator=dice)
+            accelerator.backward(model(batch).pow(2).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            local.step()
+    accelerator.backward(model(torch.full((4, 10), float(rank))).pow(2).mean())  # averaged again
+    optimizer.step()
+    weights = {k: v.clone() for k, v in accelerator.unwrap_model(model).state_dict().items()}
+    if settings is None:
+        return weights, 0
+    evictions = status(model).evictions
+    accelerator.free_memory()
+    assert not hasattr(model, "no_sync")
+    return weights, evictions
+
+
+def test_processes_step_alone_under_local_sgd_as_stock_ones_do() -> None:
+    expected, found = (run_ranks(2, stepping_alone, settings) for settings in (None, {}))
+    for (theirs, _), (mine, evictions) in zip(expected, found, strict=True):
+        assert not differing(mine, theirs)
+        assert evictions >= 3
+
+
+def alone_under(rank: int, settings: dict[str, Any]) -> None:
+    started()
+    accelerator = HeteroAccelerator(hetero_plugin={**SETTINGS, **settings}, cpu=True)
+    with LocalSGD(accelerator, accelerator.prepare(Net()), local_sgd_steps=2):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [({"mesh": "world"}, "ranks share this model"), ({"precision": "bf16"}, "their masters")],
+)
+def test_steps_alone_are_refused_where_they_would_be_others(
+    settings: dict[str, Any], said: str
+) -> None:
+    for each in outcomes(2, alone_under, settings):
+        assert isinstance(each.error, ConfigError), each.text
+        assert said in str(each.error) and "LocalSGD" in str(each.error)
+
+
+def hooked(rank: int) -> None:
+    started()
+    kept = DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.BF16)
+    HeteroAccelerator(hetero_plugin=SETTINGS, cpu=True, kwargs_handlers=[kept])
+
+
+def test_a_hook_of_torchs_between_ranks_is_refused() -> None:
+    for each in outcomes(2, hooked):
+        assert isinstance(each.error, ConfigError), each.text
+        assert "comm_hook='bf16'" in str(each.error)
 
 
 def sized(rank: int, way: str, **sizes: int) -> tuple[int, int]:
