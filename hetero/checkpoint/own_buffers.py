@@ -26,7 +26,10 @@ Buffers = Mapping[str, torch.Tensor]
 
 def digests(engine: Engine, names: Names) -> bytes:
     """Return what a rank tells the others of its buffers."""
-    found = {name: crc32(memoryview(raw(buffer))) for name, buffer in whole_ones(engine, names)}
+    found = {
+        name: crc32(memoryview(flat(buffer).view(torch.uint8).numpy()))
+        for name, buffer in whole_ones(engine, names)
+    }
     return json.dumps(found).encode()
 
 
@@ -40,7 +43,7 @@ def own_ones(engine: Engine, names: Names, rows: Sequence[bytes], rank: int) -> 
         mine = json.loads(row)
         first = {**mine, **first}
     found = {
-        name: buffer.detach().cpu().reshape(-1)
+        name: flat(buffer)
         for name, buffer in whole_ones(engine, names)
         if mine[name] != first[name]
     }
@@ -78,6 +81,6 @@ def whole_ones(engine: Engine, names: Names) -> Iterator[tuple[str, torch.Tensor
             yield names.whole(name.name), parts.local(tensor)
 
 
-def raw(tensor: torch.Tensor) -> Any:
-    """Return a tensor's bytes as an array."""
-    return tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy()
+def flat(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor's values in RAM, one after the other, whatever view of others it is."""
+    return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().view(-1)

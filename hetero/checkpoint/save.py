@@ -157,8 +157,10 @@ def save_checkpoint(
     together(comm, "the save before", partial(end_of_last, engine))
     try:
         plan.settle(together(comm, saving(number), prepare))
-        rows = together(comm, saving(number), partial(plan.open, engine, Path(directory), io))
-        if comm.rank and "buffer" in kinds:
+        tells = comm.size > 1 and "buffer" in kinds
+        begin = partial(plan.open, engine, Path(directory), io, tells=tells)
+        rows = together(comm, saving(number), begin)
+        if comm.rank and tells:
             plan.told |= own_buffers.own_ones(engine, plan.names, rows, comm.rank)
         # 2. read the tensors bucket by bucket, each after its update and before its next one
         writing = Writing(engine, plan, Path(directory), number)
@@ -388,12 +390,12 @@ class Plan:
         if self.meta:
             self.meta["members"] = found.members
 
-    def open(self, engine: Engine, directory: Path, io: IO | None) -> bytes:
-        """Open the directory that the first rank has made; returns what this rank tells of its
+    def open(self, engine: Engine, directory: Path, io: IO | None, *, tells: bool) -> bytes:
+        """Open the directory that the first rank has made; returns what this rank ``tells`` of its
         buffers."""
         if self.root is None:
             self.root = open_folder(directory, io)
-        return own_buffers.digests(engine, self.names) if self.comm.size > 1 else b""
+        return own_buffers.digests(engine, self.names) if tells else b""
 
 
 def entry_of(part: Part) -> SavedTensor:

@@ -48,6 +48,7 @@ from hetero.report.peaks import Peak
 from hetero.report.run import Run
 from hetero.report.views import REHEARSED, Sidecar, WhatIf
 from hetero.train.engine.budget import paging_bytes
+from hetero.train.engine.hbm_homes import movable_homes
 from hetero.train.engine.lacking import lacking, refuse_lacking
 from hetero.train.engine.spill import passing_bytes
 from hetero.train.engine.tradeoff import traffic_of
@@ -250,7 +251,8 @@ def drawn(
     plain = plain_step(scene, found.blueprint) if estimates or peak_flops is not None else None
     rows: Sequence[WhatIf] = ()
     if estimates:
-        rows = estimates_of(scene, described, paged, needed, measured.meta.budgets, plain)
+        limits = measured.meta.budgets
+        rows = estimates_of(scene, described, paged, needed, limits, plain, stays=not found.units)
     return Plan(
         model=described.name,
         n_params=sum(p.numel() for p in scene.model.parameters()),
@@ -346,11 +348,13 @@ def estimates_of(
     needed: Mapping[str, int],
     limits: Mapping[str, int | None],
     plain: PlainStep | None,
+    *,
+    stays: bool,
 ) -> Sequence[WhatIf]:
-    """Return estimates of other settings; of a model that stays, as if it were paged."""
+    """Return estimates of other settings; of a model that ``stays``, as if it were paged."""
     if not paged.units:
         return ()
-    baseline = baseline_of(scene, paged, needed, limits)
+    baseline = baseline_of(scene, paged, needed, limits, stays=stays)
     rehearsed = paged.run.meta.budgets.get("HBM") or paged.peaks[Tier.HBM]
     baseline = on_its_clock(baseline, paged.step_seconds, rehearsed)
     rows = what_if(baseline, described.samples, described.positions)
@@ -396,8 +400,13 @@ def baseline_of(
     found: Rehearsal,
     needed: Mapping[str, int],
     limits: Mapping[str, int | None],
+    *,
+    stays: bool,
 ) -> Baseline:
-    """Return the figures of a rehearsal that estimates start from, within the plan's ``limits``."""
+    """Return the figures of a rehearsal that estimates start from, within the plan's ``limits``.
+
+    If the planned model ``stays``, all its homes may be on HBM, and frozen weights need none.
+    """
     limit = None if "HBM" in needed else limits.get("HBM")  # else it was raised
     blueprint = found.blueprint
     trainable = [b for b in blueprint.layout.buckets if b.trainable]
@@ -405,10 +414,13 @@ def baseline_of(
     trained = sum(b.numel for b in trainable)
     pace = update_seconds(scene.profile, blueprint, trained) / max(trained, 1)
     limit = limit or budget(scene, "hbm") or found.peaks[Tier.HBM]
+    homes = tuple(movable_homes(blueprint, is_cuda=False)) if stays else found.homes
+    host = max(0, (budget(scene, "host") or 0) - passing_bytes(blueprint))
+    frozen = sum(b.home_bytes for b in blueprint.layout.buckets if not b.trainable)
     return Baseline(
         units=found.units,
-        traffic=traffic_of(blueprint.layout, found.homes, pace),
-        homes=found.homes,
+        traffic=traffic_of(blueprint.layout, homes, pace),
+        homes=homes,
         early=scene.config.updates == "backward",
         is_auto=scene.config.activations == "auto",
         working_bytes=found.working_bytes,
@@ -420,7 +432,7 @@ def baseline_of(
         home_bytes=blueprint.home_bytes,
         state_bytes=states,
         numel=sum(b.numel for b in blueprint.layout.buckets),
-        host_bytes=max(0, (budget(scene, "host") or 0) - passing_bytes(blueprint)),
+        host_bytes=max(host, frozen) if stays else host,
         disk_bytes=(budget(scene, "nvme_bytes") or ENDLESS) if scene.config.nvme else 0,
         tokens=tokens_of(scene),
         profile=scene.profile,

@@ -253,12 +253,14 @@ class Centred(nn.Module):
         self.layers = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
         self.register_buffer("mean", torch.zeros(4))
         self.register_buffer("count", torch.zeros((), dtype=torch.long))
+        self.register_buffer("turned", torch.ones(4, dtype=torch.complex64).conj())  # a view
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         made = self.layers(x)
         shown = made - self.mean
         with torch.no_grad():
             self.mean.lerp_(made.detach().mean(0), 0.25)
+            self.turned *= 1 + x.mean() * 1j
             self.count += 1 + (x.sum() > 0).long()
         return shown
 
@@ -278,7 +280,8 @@ def centred(rank: int, folder: Path, steps: range, load: bool, kinds: Any = None
         optimizer.zero_grad()
         if step == 2:
             hetero.save_checkpoint(folder, model, optimizer)
-    state = {name: value.clone().numpy().tobytes() for name, value in model.state_dict().items()}
+    values = ((name, value.clone().resolve_conj()) for name, value in model.state_dict().items())
+    state = {name: value.numpy().tobytes() for name, value in values}
     hetero.release(model, optimizer)
     return state
 

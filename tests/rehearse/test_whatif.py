@@ -53,3 +53,14 @@ def test_the_largest_model_has_homes_on_hbm_too() -> None:
 
     assert planned(int((1 - NEAR) * layers)).fits
     assert not planned(int((1 + 2 * NEAR) * layers)).fits
+
+
+def test_rows_of_a_model_that_stays_fit_as_it_does() -> None:
+    """Its homes are on HBM: RAM that would not do if it were paged is no lack of it."""
+    found = planned(hbm="4GiB", host="64MiB", precision="fp32", estimates=True)
+    said = {row.label.partition(":")[0]: row for row in found.what_if}
+
+    assert found.fits and not found.rehearsal.units
+    assert all(said[label].fits for label in ("recompute every unit", "2 GPUs in this machine"))
+    assert float(said["largest micro-batch"].change.split()[0]) >= 1
+    assert float(said["largest model"].change.split()[0]) >= 1

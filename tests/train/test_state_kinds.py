@@ -152,6 +152,19 @@ def test_any_way_to_set_fp32_products_is_lent_and_put_back(name: str, settings: 
         assert now() == settled
 
 
+def test_a_setting_follows_that_of_all_after_it_was_lent(settings: None) -> None:
+    """It was set for itself, and later products were made otherwise than the program said."""
+    of_all()
+    forward = [SETTING.read(switch) for switch in switches()]
+    torch.backends.fp32_precision = "ieee"
+    backward = [SETTING.read(switch) for switch in switches()]
+    for states in (forward, backward):
+        for switch, state in zip(switches(), states, strict=True):
+            SETTING.write(switch, state)
+    of_all()
+    assert {way.fp32_precision for way in ways_of_fp32()} == {"tf32"}
+
+
 @pytest.mark.parametrize("name", SETTERS)
 def test_units_are_computed_again_however_fp32_products_are_set(name: str, settings: None) -> None:
     SETTERS[name]()

@@ -260,15 +260,17 @@ def switches() -> tuple[Switch, ...]:
         _attribute(cudnn, "deterministic"),
         # ranks that have parts of a sequence replace it for the length of a block
         _attribute(F, "scaled_dot_product_attention"),
-        # each of these two also sets some of those that follow
+    ]
+    ways = [
+        Switch(functools.partial(getattr, way, FP32), functools.partial(_set_fp32, way))
+        for way in ways_of_fp32()
+    ]
+    older = [
         _where_known(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
         _where_known(*_attribute(cudnn, "allow_tf32")),
     ]
-    for way in ways_of_fp32():
-        found.append(
-            Switch(functools.partial(getattr, way, FP32), functools.partial(_set_fp32, way))
-        )
-    return tuple(found)
+    # the older ones agree once the newer ones are set; where they do not, they set some of these
+    return (*found, *ways, *older, *ways)
 
 
 def ways_of_fp32() -> list[Any]:
