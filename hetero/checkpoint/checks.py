@@ -23,13 +23,11 @@ from hetero.checkpoint.own_buffers import Buffers, decoded
 from hetero.checkpoint.reader import CheckpointReader
 from hetero.checkpoint.save import (
     HasState,
-    decode_scalars,
-    dtype_named,
     members_of,
     stage_ranks,
     tensor_ranks,
 )
-from hetero.checkpoint.values import decode, decode_inside
+from hetero.checkpoint.values import decode, decode_inside, decode_scalars, dtype_named
 from hetero.device import check_accelerator_rng, checked_rng
 from hetero.errors import CheckpointCorrupt, CheckpointError, CheckpointMismatch
 from hetero.train.engine.engine import Engine

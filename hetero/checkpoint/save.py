@@ -22,16 +22,16 @@ from hetero import interrupts
 from hetero.api import engine_of
 from hetero.checkpoint import own_buffers
 from hetero.checkpoint.folders import STEP
-from hetero.checkpoint.manifest import ITEM_BYTES, SavedTensor
+from hetero.checkpoint.manifest import SavedTensor
 from hetero.checkpoint.names import Names, in_whole, names_of, told, union
 from hetero.checkpoint.reader import open_folder
 from hetero.checkpoint.slices import Slice
 from hetero.checkpoint.together import Ranks, together
-from hetero.checkpoint.values import decode, encode, encode_inside
+from hetero.checkpoint.values import encode, encode_inside, encode_scalars
 from hetero.checkpoint.writer import Writer, retain
 from hetero.crc import crc32
 from hetero.device import accelerator_rng
-from hetero.errors import CheckpointCorrupt, ConfigError, DivergenceError, StateError
+from hetero.errors import ConfigError, DivergenceError, StateError
 from hetero.io import IO, Folder, make_folder
 from hetero.members import Members
 from hetero.memory.layout import Bucket
@@ -459,42 +459,3 @@ class Writing:
             readers = [executor.submit(self._saving.run) for _ in range(SAVE_THREADS)]
         errors = [reader.exception() for reader in readers]
         self._saving.error = self._saving.error or next(filter(None, errors), None)
-
-
-def encode_scalars(scalars: Scalars) -> Any:
-    """Return step counts and the like as JSON; a scalar tensor as its dtype and number."""
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            dtype = str(value.dtype).removeprefix("torch.")
-            return {"dtype": dtype, "value": value.item()}
-        return {"value": encode(value, "state", refuse)}
-
-    return {name: {k: plain(v) for k, v in state.items()} for name, state in scalars.items()}
-
-
-def decode_scalars(saved: Mapping[str, Mapping[str, Any]]) -> Scalars:
-    """Invert `encode_scalars`."""
-
-    def made(value: Mapping[str, Any]) -> Any:
-        if "dtype" in value:
-            return torch.tensor(value["value"], dtype=dtype_named(value["dtype"]), device="cpu")
-        return decode(value["value"], refuse)
-
-    return {name: {k: made(v) for k, v in state.items()} for name, state in saved.items()}
-
-
-def dtype_named(name: str) -> torch.dtype:
-    """Return a dtype of the format; KeyError for any other name."""
-    if name not in ITEM_BYTES:
-        raise KeyError(name)
-    dtype: torch.dtype = getattr(torch, name)
-    return dtype
-
-
-def refuse(path: str, *_: Any) -> Any:
-    """Refuse a tensor among scalars."""
-    raise CheckpointCorrupt(
-        f"{path} names a tensor where none is saved",
-        advice="use another checkpoint; hetero verify lists them",
-    )

@@ -16,8 +16,10 @@ from typing import Any
 import numpy
 import torch
 
+from hetero.checkpoint.manifest import ITEM_BYTES
 from hetero.errors import CheckpointCorrupt, ConfigError
 from hetero.parse import MAX_DEPTH
+from hetero.train.engine.state_dict import Scalars
 
 MARK = "__hetero__"
 Keep = Callable[[str, torch.Tensor], None]
@@ -150,3 +152,45 @@ _MAKE: dict[str, Callable[[dict[str, Any], Find], Any]] = {
     "deque": lambda value, find: deque(_items(value, find)),
     "dict": lambda value, find: {decode(k, find): decode(v, find) for k, v in value["items"]},
 }
+
+
+# -- states that are no tensors of their own ------------------------------------------------------
+
+
+def encode_scalars(scalars: Scalars) -> Any:
+    """Return step counts and the like as JSON; a scalar tensor as its dtype and number."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            dtype = str(value.dtype).removeprefix("torch.")
+            return {"dtype": dtype, "value": value.item()}
+        return {"value": encode(value, "state", refuse)}
+
+    return {name: {k: plain(v) for k, v in state.items()} for name, state in scalars.items()}
+
+
+def decode_scalars(saved: Mapping[str, Mapping[str, Any]]) -> Scalars:
+    """Invert `encode_scalars`."""
+
+    def made(value: Mapping[str, Any]) -> Any:
+        if "dtype" in value:
+            return torch.tensor(value["value"], dtype=dtype_named(value["dtype"]), device="cpu")
+        return decode(value["value"], refuse)
+
+    return {name: {k: made(v) for k, v in state.items()} for name, state in saved.items()}
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """Return a dtype of the format; KeyError for any other name."""
+    if name not in ITEM_BYTES:
+        raise KeyError(name)
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+def refuse(path: str, *_: Any) -> Any:
+    """Refuse a tensor among scalars."""
+    raise CheckpointCorrupt(
+        f"{path} names a tensor where none is saved",
+        advice="use another checkpoint; hetero verify lists them",
+    )
