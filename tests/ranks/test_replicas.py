@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -13,11 +12,11 @@ from torch import Tensor
 pytest.importorskip("accelerate")
 
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState, PartialState
 
 from hetero.integrations.accelerate import HeteroAccelerator
 from hetero.testing.ranks import run_ranks
 from tests.ranks.models import Net
+from tests.ranks.test_accelerate import started
 
 PLUGIN = {"device": "cpu:sim", "hbm": 60_000, "chunk_bytes": 1024}
 WIDTH = 10
@@ -73,12 +72,7 @@ WAYS = (
 
 
 def trained(rank: int, kind: str, way: Callable[..., None]) -> dict[str, Tensor]:
-    world = torch.distributed.get_world_size()
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0", WORLD_SIZE=f"{world}")
-    os.environ["ACCELERATE_USE_CPU"] = "true"
-    PartialState._shared_state.clear()  # of the process that this one was forked from
-    AcceleratorState._reset_state()
-    GradientState._reset_state()
+    started()
     stock = kind == "stock"
     accelerator = (
         Accelerator(cpu=True) if stock else HeteroAccelerator(hetero_plugin=PLUGIN, cpu=True)
