@@ -354,7 +354,8 @@ class GradSlot:
     def home_norm(self, way: NormWay, factors: Factors = NONE) -> torch.Tensor:
         """Take the norm of the bytes at home, times ``factors``, on the device, as torch does of
         ``p.grad``: whichever tier they are on, its bits are the same."""
-        owner, home, narrow = self.owner, self.stored(), self.stored().dtype.itemsize < 4
+        owner, home = self.owner, self.stored()
+        narrow = home.dtype.itemsize < 4
 
         def norm_at(there: torch.Tensor) -> torch.Tensor:
             if factors != NONE:
