@@ -61,10 +61,11 @@ class Job:
         after: Sequence[Job] = (),
         clock: Callable[[], float] = time.monotonic,
         retries: bool = True,
+        keeps_denormals: bool = False,
     ) -> None:
         self._clock = clock
         self._retries = retries
-        self._flushes = flushes_denormals()  # as on the submitting thread
+        self._flushes = not keeps_denormals and flushes_denormals()  # as on the submitting thread
         self.began: float | None = None
         """When its first slice began, in seconds of ``clock``."""
         self.ended: float | None = None
@@ -301,6 +302,9 @@ class Worker:
         self.n_carriers = n_carriers
         self.clock: Callable[[], float] = time.monotonic
         """For jobs' begin and end."""
+        self.keeps_denormals = False
+        """Whether `torch.set_flush_denormal` is left out: it is of the CPU, and where a device
+        computes its kernels keep denormals, so that bits would depend on where homes lie."""
         self._queue = _Queue(pick)
         self._threads: list[threading.Thread] = []
         self._pid = os.getpid()
@@ -317,7 +321,14 @@ class Worker:
         after: Sequence[Job] = (),
     ) -> Job:
         """Return a job over ``numel`` elements, to be submitted or done by its first waiter."""
-        return Job(slices, portable=portable, finish=finish, after=after, clock=self.clock)
+        return Job(
+            slices,
+            portable=portable,
+            finish=finish,
+            after=after,
+            clock=self.clock,
+            keeps_denormals=self.keeps_denormals,
+        )
 
     def submit(self, job: Job) -> Job:
         """Queue a job; it is done before `Job.wait` returns."""

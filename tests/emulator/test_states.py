@@ -104,3 +104,30 @@ def give_states(optimizer: torch.optim.Optimizer) -> None:
                 k: v.to(param.device) if v.dim() or on_device else v
                 for k, v in like.state[twin].items()
             }
+
+
+def test_updates_of_homes_in_ram_keep_denormals_as_kernels_of_a_device_do(watched: None) -> None:
+    """`torch.set_flush_denormal` is of the CPU alone: no kernel of CUDA asks for it."""
+
+    def trained(prepare: bool) -> list[Tensor]:
+        model = net()
+        for param in model.parameters():
+            param.data.zero_()
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=1e-38, foreach=False)
+        if prepare:
+            model, optimizer = prepared(model, optimizer)
+        else:
+            model = fake.on_device(model)
+            optimizer = torch.optim.SGD(model.parameters(), lr=1e-38, foreach=False)
+        for param in model.parameters():
+            param.grad = torch.full_like(param, 0.25)
+        torch.set_flush_denormal(prepare)
+        try:
+            optimizer.step()
+        finally:
+            torch.set_flush_denormal(False)
+        return [param.detach().cpu() for param in model.parameters()]
+
+    found, expected = trained(True), trained(False)
+    assert all(0 < abs(value.flatten()[0].item()) < 1e-37 for value in expected)
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))

@@ -209,7 +209,7 @@ def set_up(
     worker = tuning.worker or Worker(
         0 if streams else thread_budget(comm.n_local), n_carriers=N_SLOTS if device.is_cuda else 0
     )
-    worker.clock = device.clock
+    worker.clock, worker.keeps_denormals = device.clock, device.is_cuda
     return Setup(
         *(model, inner, config, device, blueprint, tuning, params, log),
         *(comm, budget, ledger, store),
