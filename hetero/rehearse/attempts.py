@@ -35,6 +35,11 @@ class Shortfall:
         return self.needed_bytes - (self.have_bytes or 0)
 
 
+def in_words(shortfalls: Iterable[Shortfall]) -> str:
+    """Return what is too small; "" if nothing is."""
+    return "; ".join(f"{row.tier} is {format_bytes(row.short_bytes)} short" for row in shortfalls)
+
+
 class Fitted(NamedTuple):
     """A rehearsal that fits, its settings, and the budgets that had to be raised."""
 

@@ -26,6 +26,7 @@ from hetero.rehearse.attempts import (
     Shortfall,
     budget,
     has_one_ram,
+    in_words,
     ram_beside,
     until_it_fits,
 )
@@ -38,6 +39,7 @@ from hetero.rehearse.rehearsal import (
     Scene,
     plain_step,
 )
+from hetero.rehearse.several import several_gpus
 from hetero.rehearse.stand_in import device_for, update_seconds
 from hetero.rehearse.twin import batch_twin, twin_of
 from hetero.rehearse.variants import adapted, named
@@ -253,6 +255,7 @@ def drawn(
     if estimates:
         limits = measured.meta.budgets
         rows = estimates_of(scene, described, paged, needed, limits, plain, stays=not found.units)
+        rows = [*rows, *several_gpus(scene, tokens)]
     return Plan(
         model=described.name,
         n_params=sum(p.numel() for p in scene.model.parameters()),
@@ -365,10 +368,10 @@ def estimates_of(
 
 def as_rehearsed(measured: Measured, shortfalls: Sequence[Shortfall], tokens: int) -> WhatIf:
     """Return the row of the plan itself, which is no estimate."""
-    said = "; ".join(f"{row.tier} is {format_bytes(row.short_bytes)} short" for row in shortfalls)
     seconds, hbm = measured.step_seconds, measured.peaks.get("HBM")
     speed = tokens / seconds if seconds else 0.0
     peak = 0 if hbm is None else hbm.n_bytes
+    said = in_words(shortfalls)
     return WhatIf("as planned", not shortfalls, peak, seconds, said, speed, REHEARSED)
 
 

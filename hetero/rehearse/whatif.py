@@ -38,7 +38,6 @@ from hetero.types import format_bytes
 ENDLESS = 2**62  # bytes of a disk without a budget
 LARGEST = 4096  # times the rehearsed size: no search goes further
 DEEPEST = 16  # times as deep, likewise: a choice takes the square of the number of units
-RANKS = (2, 8)
 EIGHT_BIT_STATE_BYTES = 2.0  # of two moments
 
 
@@ -147,12 +146,6 @@ def what_if(baseline: Baseline, micro_batch: int, sequence: int) -> Iterator[Wha
         yield estimate("without a disk", replace(baseline, disk_bytes=0))
     elif baseline.profile.nvme is not None:
         yield estimate("with the drive, as nvme=", replace(baseline, disk_bytes=ENDLESS))
-    for ranks in RANKS if baseline.profile.gpu is not None else ():
-        # the homes are shared, and each GPU has a link and a batch of its own
-        one = estimate(f"{ranks} GPUs in this machine", baseline)
-        said = f"{ranks} times the tokens a step, by a plan with --ranks {ranks}"
-        change, speed = said if one.fits else one.change, ranks * one.tokens_per_second
-        yield replace(one, change=change, tokens_per_second=speed)
 
 
 def without_hetero(hbm_bytes: int, plain: PlainStep, tokens: float) -> WhatIf:
