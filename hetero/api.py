@@ -143,7 +143,7 @@ def _engine(
     check_codes(model, blueprint.layout, parts)
     if comm.size > 1:
         check_places(comm, device)
-        check_alike(comm, blueprint, inner, config)
+        check_alike(comm, blueprint, model, inner, config)
         share_values(comm, values_of(model, parts))
     with own_mode():
         return assemble(model, inner, config, device, blueprint, tuning, comm, parts)

@@ -58,7 +58,7 @@ def failed() -> None:
 
 
 def saved() -> None:
-    rows = [json.dumps([[], groups]).encode() for groups in ([], [[]])]
+    rows = [json.dumps([[], groups, {}]).encode() for groups in ([], [[]])]
     union(rows, SECOND_STAGE)
 
 

@@ -45,6 +45,7 @@ from hetero.device import set_accelerator_rng
 from hetero.device.comm import Company
 from hetero.errors import CheckpointError, CheckpointMismatch, DivergenceError
 from hetero.io import IO
+from hetero.members import Members
 from hetero.modes import in_own_mode
 from hetero.train.engine.engine import Engine
 from hetero.train.engine.snapshot import Part
@@ -113,11 +114,12 @@ def load_checkpoint(
             reader = files.enter_context(CheckpointReader.open(directory, step, io))
             found.append(checked(engine, reader, scheduler, data, kinds, names))
             read_all(reader, comm.rank, comm.size)  # ranks share the work
-            return json.dumps([reader.step, own_numbers(found[0].own)]).encode()
+            same = [reader.step, f"{reader.digest:08x}", sorted(set(kinds))]
+            return json.dumps([same, own_numbers(found[0].own)]).encode()
 
         # 1. refuse before anything changes, on all ranks
         rows = [json.loads(row) for row in together(comm, "a load", check)]
-        check_steps([step for step, _ in rows])
+        check_alike([same for same, _ in rows], comm.members)
         reader, own, saved, adapting, states = found[0]
         if not names.is_whole:
             check_taken(reader, [numbers for _, numbers in rows])
@@ -192,13 +194,19 @@ def own_numbers(own: CheckpointReader | OwnEntries) -> list[int]:
     return own.numbers if isinstance(own, OwnEntries) else []
 
 
-def check_steps(steps: Sequence[int]) -> None:
-    """Raise DivergenceError unless all ranks load one step."""
-    if len(set(steps)) > 1:
-        raise DivergenceError(
-            f"ranks load different steps: {', '.join(map(str, steps))}",
-            advice="name one with step=, in a directory that the machines of all ranks see",
-        )
+def check_alike(told: Sequence[Sequence[Any]], members: Members) -> None:
+    """Raise DivergenceError unless all ranks load the same: ``told`` are each one's step, digest
+    and kinds."""
+    in_words = (
+        ("steps", "name one with step=, in a directory that the machines of all ranks see"),
+        ("checkpoints of one step", "name a directory that the machines of all ranks see"),
+        ("kinds of parts", "call load_checkpoint with the same kinds= on every rank"),
+    )
+    for (what, advice), values in zip(in_words, zip(*told, strict=True), strict=True):
+        if any(value != values[0] for value in values):
+            raise DivergenceError(
+                f"ranks load different {what} ({members.listed(values)})", advice=advice
+            )
 
 
 def give_back(

@@ -90,11 +90,17 @@ def in_whole(parts: Iterable[Part], names: Names) -> list[Part]:
     return list({part.name: part for part in reversed(list(renamed))}.values())[::-1]
 
 
-def told(entries: Sequence[SavedTensor], members: Sequence[Sequence[str]], names: Names) -> bytes:
-    """Return what a rank with stages tells the others of its part of the model."""
+def told(
+    entries: Sequence[SavedTensor],
+    members: Sequence[Sequence[str]],
+    settings: Mapping[str, str],
+    names: Names,
+) -> bytes:
+    """Return what a rank with stages tells the others of its part of the model, and of the
+    ``settings`` of its optimizer's groups, which a checkpoint has once."""
     order = {} if isinstance(names, Same) else names.order
     groups = [[[order[name], name] for name in group] for group in members]
-    return json.dumps([[astuple(entry) for entry in entries], groups]).encode()
+    return json.dumps([[astuple(entry) for entry in entries], groups, dict(settings)]).encode()
 
 
 @dataclass(frozen=True)
@@ -113,8 +119,9 @@ def union(rows: Sequence[bytes], ranks: Members) -> Union:
     first: dict[SavedTensor, int] = {}
     named: dict[tuple[str, str, str], SavedTensor] = {}
     groups: list[dict[str, int]] = []
+    of_first: dict[str, str] = {}
     for rank, row in enumerate(rows):
-        entries, members = json.loads(row)
+        entries, members, settings = json.loads(row)
         for each in entries:
             kind, name, key, dtype, shape, order, cuts = each
             sides = tuple(map(tuple, cuts))
@@ -125,6 +132,10 @@ def union(rows: Sequence[bytes], ranks: Members) -> Union:
         if rank and len(members) != len(groups):
             what = f"an optimizer of {len(members)} groups, not {len(groups)}"
             raise diverged(ranks.name(rank), what)
+        of_first = of_first or settings
+        for key, value in settings.items():
+            if value != of_first.get(key):
+                raise diverged(ranks.name(rank), f"{value} as {key}, not {of_first.get(key)}")
         groups = groups or [{} for _ in members]
         for group, given in zip(groups, members, strict=True):
             group.update({name: place for place, name in given})
@@ -135,8 +146,8 @@ def union(rows: Sequence[bytes], ranks: Members) -> Union:
 def diverged(name: str, what: str) -> DivergenceError:
     return DivergenceError(
         f"{name} saves {what}",
-        advice="build the optimizer with the same groups on every rank, and call save_checkpoint"
-        " with the same kinds= at the same step",
+        advice="build the optimizer with the same groups on every rank, change their settings on"
+        " all ranks alike, and call save_checkpoint with the same kinds= at the same step",
     )
 
 

@@ -28,6 +28,7 @@ from hetero.checkpoint.manifest import (
 )
 from hetero.checkpoint.shard import Buffers, ShardReader, flat
 from hetero.checkpoint.slices import Place, Shard, Slice, only_shard, places
+from hetero.crc import crc32
 from hetero.errors import (
     CheckpointCorrupt,
     CheckpointError,
@@ -78,6 +79,9 @@ class CheckpointReader:
         self.meta = manifest.meta
         self.entries = manifest.entries
         self.path = folder.path
+        content = repr((manifest.crcs, manifest.parts))
+        self.digest = crc32(memoryview(content.encode()))
+        """Of the digests of all its bytes."""
         self._numbers = {(e.kind, e.name, e.key): n for n, e in enumerate(self.entries)}
         shards, self.of_ranks = read_parts(folder, manifest)
         self._places = places_in(folder, manifest, shards)

@@ -35,6 +35,7 @@ from hetero.errors import ConfigError, DivergenceError, StateError
 from hetero.io import IO, Folder, make_folder
 from hetero.members import Members
 from hetero.memory.layout import Bucket
+from hetero.train.engine.alike import settings_of
 from hetero.train.engine.engine import Engine
 from hetero.train.engine.snapshot import Name, Part, Saving, of_tensor
 from hetero.train.engine.state_dict import Scalars, counted_at_close, parts_of, scalars_of
@@ -152,7 +153,8 @@ def save_checkpoint(
         if comm.rank == 0:
             plan.meta = meta_of(engine, extra, scheduler, data, plan.extras)
             plan.root = make_folder(Path(directory), io)
-        return plan.told_others(members_of(engine))
+        groups = [] if engine.optimizer is None else engine.optimizer.param_groups
+        return plan.told_others(members_of(engine), settings_of(groups))
 
     together(comm, "the save before", partial(end_of_last, engine))
     try:
@@ -369,12 +371,12 @@ class Plan:
 
         return [cut(number, part) for number, part in self.parts()]
 
-    def told_others(self, members: list[list[str]]) -> bytes:
-        """Return what this rank tells the others of its model."""
+    def told_others(self, members: list[list[str]], settings: Mapping[str, str]) -> bytes:
+        """Return what this rank tells the others of its model and its optimizer's groups."""
         if self.names.is_whole:
             return b"%08x" % crc32(memoryview(repr(self._model).encode()))
         whole = [[self.names.whole(name) for name in group] for group in members]
-        return told(self._model, whole, self.names)
+        return told(self._model, whole, settings, self.names)
 
     def settle(self, rows: Sequence[bytes]) -> None:
         """Number the entries as all ranks do; raises DivergenceError if their models do not fit."""

@@ -282,6 +282,49 @@ def another_group(rank: int) -> None:
     hetero.prepare(model, optimizer, mesh="world", **TIGHT)
 
 
+def other_members(rank: int) -> None:
+    model = Net()
+    first, second = (list(part.parameters()) for part in (model.first, model.last))
+    rates = (0.1, 0.0) if rank == 0 else (0.0, 0.1)
+    groups = [{"params": first, "lr": rates[0]}, {"params": second, "lr": rates[1]}]
+    optimizer = torch.optim.SGD(groups if rank == 0 else groups[::-1], lr=0.1)
+    hetero.prepare(model, optimizer, mesh="world", **TIGHT)
+
+
+def another_order(rank: int) -> None:
+    model = Net()
+    params = list(model.parameters())
+    optimizer = torch.optim.SGD(params if rank == 0 else params[::-1], lr=0.1)
+    hetero.prepare(model, optimizer, mesh="world", **TIGHT)
+
+
+def moves_a_parameter(rank: int) -> None:
+    model = Net()
+    optimizer: Any = torch.optim.SGD(model.first.parameters(), lr=0.1)
+    model, optimizer = hetero.prepare(model, optimizer, mesh="world", **TIGHT)
+    part = model.last if rank == 0 else model.norm
+    optimizer.add_param_group({"params": list(part.parameters()), "lr": 0.5})
+    loss_at(model, RUN, 0, rank).backward()
+    optimizer.step()
+
+
+def begins_anew(rank: int) -> None:
+    """One rank drops what it has, as a guard against NaN may."""
+    model, optimizer = prepared()
+    loss_at(model, RUN, 0, rank).backward()
+    if rank == 1:
+        optimizer.zero_grad()
+    loss_at(model, RUN, 1, rank).backward()
+
+
+def begins_one_anew(rank: int) -> None:
+    model, _ = prepared()
+    loss_at(model, RUN, 0, rank).backward()
+    if rank == 0:
+        model.last.weight.grad = None
+    loss_at(model, RUN, 1, rank).backward()
+
+
 def another_buffer(rank: int) -> None:
     model = Net()
     if rank == 1:
@@ -331,8 +374,13 @@ def clips_alone(rank: int) -> None:
 
 DIVERGENCES = {
     another_model: "differ in parameters",
-    another_rate: "differ in settings of group 0",
-    another_group: "differ in settings of group 1",
+    another_rate: "differ in the setting 'lr' of group 0 (rank 0: ",
+    another_group: "differ in the setting 'lr' of group 1 (rank 0: nothing; ",
+    other_members: "differ in the parameters of group 0 (rank 0: ",
+    another_order: "differ in the parameters of group 0 (rank 0: ",
+    moves_a_parameter: "differ in the parameters of group 1 (rank 0: ",
+    begins_anew: "(rank 0: adds to an earlier pass; rank 1: begins anew)",
+    begins_one_anew: "'last.weight' (rank 0: begins anew; rank 1: adds to an earlier pass)",
     another_buffer: "other parameters or buffers (rank 0: nothing; rank 1: seen [3]",
     other_threads: "differ in threads of torch",
     another_setting: "differ in the setting max_grad_norm=",

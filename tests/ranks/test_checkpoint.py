@@ -17,12 +17,13 @@ import hetero
 from hetero import CheckpointError, DivergenceError
 from hetero.api import engine_of, prepare_tuned
 from hetero.checkpoint.folders import Joined
+from hetero.checkpoint.save import KINDS
 from hetero.checkpoint.shard import ShardWriter
 from hetero.checkpoint.verify import verify
 from hetero.config import Config
 from hetero.errors import CheckpointCorrupt, DiskFull, RankLost
 from hetero.testing.faults import FaultPlan
-from hetero.testing.ranks import outcomes, run_ranks
+from hetero.testing.ranks import Died, outcomes, run_ranks
 from hetero.train.engine.tuning import Tuning
 from tests.ranks.models import Found, Run, assert_same, built, by_torch, found, loss_of
 
@@ -152,6 +153,25 @@ def load_alone(rank: int, folder: Path) -> None:
     if rank == 0:
         hetero.load_checkpoint(folder, model, optimizer)
     model(torch.zeros(2, 10)).sum().backward()
+
+
+def load_otherwise(rank: int, folder: Path, what: str) -> None:
+    model, plain = built(WHOLE)
+    _, optimizer = hetero.prepare(model, plain, mesh="world", **TIGHT)
+    for at in range(2):
+        hetero.save_checkpoint(folder / str(at), model, optimizer, step=1)
+        with torch.no_grad():
+            next(iter(model.parameters())).mul_(2)
+    where = folder / str(rank if what == "checkpoints of one step" else 0)
+    kinds = KINDS[rank:] if what == "kinds of parts" else KINDS
+    hetero.load_checkpoint(where, model, optimizer, kinds=kinds)
+
+
+@pytest.mark.parametrize("what", ["checkpoints of one step", "kinds of parts"])
+def test_ranks_that_would_load_different_things_load_nothing(what: str, tmp_path: Path) -> None:
+    for each in outcomes(2, load_otherwise, tmp_path, what):
+        assert isinstance(each, Died) and type(each.error) is DivergenceError, each
+        assert f"ranks load different {what} (rank 0: " in str(each.error)
 
 
 def test_a_load_on_one_rank_alone_is_an_error_on_all(tmp_path: Path) -> None:

@@ -186,6 +186,35 @@ def test_optimizers_with_other_groups_are_told_before_anything_is_written(tmp_pa
     assert not list(tmp_path.glob("step-*"))
 
 
+def other_rates(rank: int, folder: str) -> None:
+    found = split(made("gpt"), {"pp": 2}, batch=words(0)[:1])
+    plain = torch.optim.SGD(found.stages.parameters(), lr=0.1)
+    stages, optimizer = hetero.prepare(found.stages, plain, **{**SETTINGS, "mesh": {"pp": 2}})
+    optimizer.param_groups[0]["lr"] = 0.1 / (1 + rank)  # as a plateau that the last stage sees
+    hetero.save_checkpoint(folder, stages, optimizer)
+
+
+def test_settings_of_one_stage_alone_are_told_before_anything_is_written(tmp_path: Path) -> None:
+    """A checkpoint has them once: a load gave the first stage's to all."""
+    for each in outcomes(2, other_rates, str(tmp_path)):
+        assert isinstance(each, Died) and isinstance(each.error, DivergenceError), each
+        assert "rank 1 saves 0.05 as the setting 'lr' of group 0, not 0.1" in str(each.error)
+    assert not list(tmp_path.glob("step-*"))
+
+
+def another_class(rank: int) -> None:
+    found = split(made("gpt"), {"pp": 2}, batch=words(0)[:1])
+    make = torch.optim.AdamW if rank else torch.optim.SGD
+    plain = make(found.stages.parameters(), lr=0.1)
+    hetero.prepare(found.stages, plain, **{**SETTINGS, "mesh": {"pp": 2}})
+
+
+def test_stages_have_one_kind_of_optimizer() -> None:
+    for each in outcomes(2, another_class):
+        assert isinstance(each, Died) and isinstance(each.error, DivergenceError), each
+        assert "differ in the optimizer (rank 0: SGD; rank 1: AdamW)" in str(each.error)
+
+
 def numbers(rank: int, folder: str, seed: int) -> torch.Tensor:
     trainer = Trainer(rank, "1F1B", made("gpt"))
     torch.manual_seed(seed + rank)

@@ -133,6 +133,26 @@ def test_all_ranks_skip_a_step_that_overflows_on_one(
         assert evictions >= 3
 
 
+def skipped(rank: int) -> list[bool]:
+    run, found = TensorRun("tp", "sgd"), []
+    model, optimizer = hetero.prepare(*built(run), **HALF)
+    for micro in range(2):
+        hook = None
+        if rank == micro == 1:
+            hook = model.norm.weight.register_hook(lambda grad: grad * float("inf"))
+        hetero.backward(loss_of(model, run, micro))
+        if hook is not None:
+            hook.remove()
+        optimizer.step()
+        found.append(optimizer.step_was_skipped)
+        optimizer.zero_grad()
+    return found
+
+
+def test_all_ranks_skip_a_step_in_which_what_they_do_not_divide_overflows_on_one() -> None:
+    assert run_ranks(2, skipped) == [[False, True]] * 2
+
+
 HALF = {**TIGHT, "hbm": 18_000, "precision": "fp16"}
 
 
@@ -571,7 +591,7 @@ def unlike(rank: int, what: str) -> None:
     "what, said",
     [
         ("settings", "the setting activations="),
-        ("rate", "settings of group 0"),
+        ("rate", "the setting 'lr' of group 0"),
         ("placements", "parameters"),
     ],
 )

@@ -33,6 +33,7 @@ OWN = ("hbm", "host", "profile", "timeout_seconds")
 def check_alike(
     comm: Comm,
     plan: Blueprint,
+    model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
     config: Config,
 ) -> None:
@@ -41,9 +42,9 @@ def check_alike(
     Equal devices, releases and thread counts are a condition of equal bits: kernels differ.
     """
     compare(
-        *(comm, facts_of(plan, optimizer, config), "what is prepared"),
+        *(comm, facts_of(plan, model, optimizer, config), "what is prepared"),
         advice="build the same model and optimizer on every rank, with the same settings, on equal"
-        " machines",
+        " machines; a Python set of parameters has another order in each process",
     )
 
 
@@ -59,20 +60,22 @@ def check_parts_alike(
     named = (f"{name} {tuple(p.shape)} {parts.shown(p)}" for name, p in model.named_parameters())
     compare(
         everyone,
-        {"parameters": digest_of(named), **settings_facts(optimizer, config)},
+        {"parameters": digest_of(named), **settings_facts(model, optimizer, config)},
         "what is prepared",
         advice="build the same model and optimizer on every rank of a tensor, with the same"
-        " settings and placements",
+        " settings and placements; a Python set of parameters has another order in each process",
     )
 
 
 def check_stages_alike(
-    everyone: Company, model: nn.Module, optimizer: object, config: Config
+    everyone: Company, model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config
 ) -> None:
     """Raise DivergenceError on all ranks unless stages are prepared for the same model, and
     ConfigError for what none of them has."""
     settings = {f"the setting {key}=": repr(getattr(config, key)) for key in OF_ALL_STAGES}
     settings["what is prepared"] = f"stages with {'no' if optimizer is None else 'an'} optimizer"
+    if optimizer is not None:
+        settings["the optimizer"] = type(optimizer).__name__
     compare(
         *(everyone, settings, "settings of stages"),
         advice="give all stages of a pipeline the same settings, and an optimizer each, where all"
@@ -98,7 +101,7 @@ def compare(comm: Company, facts: Mapping[str, str], what: str, *, advice: str) 
 
 
 def facts_of(
-    plan: Blueprint, optimizer: torch.optim.Optimizer | None, config: Config
+    plan: Blueprint, model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config
 ) -> dict[str, str]:
     """Return what must be equal, by name."""
     segments = [segment for bucket in plan.layout.buckets for segment in bucket.segments]
@@ -106,7 +109,7 @@ def facts_of(
         f"{s.spec.name} {s.spec.shape} {s.spec.stride} {s.spec.dtype} {s.spec.trainable} {s.offset}"
         for s in segments
     )
-    return {"parameters": digest_of(laid), **settings_facts(optimizer, config)}
+    return {"parameters": digest_of(laid), **settings_facts(model, optimizer, config)}
 
 
 def digest_of(lines: Iterable[str]) -> str:
@@ -115,7 +118,9 @@ def digest_of(lines: Iterable[str]) -> str:
     return f"{len(found)}, {crc32(memoryview(chr(10).join(found).encode())):08x}"
 
 
-def settings_facts(optimizer: torch.optim.Optimizer | None, config: Config) -> dict[str, str]:
+def settings_facts(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config
+) -> dict[str, str]:
     """Return what must be equal apart from the model, by name."""
     found = {
         "the release of hetero": __version__,
@@ -123,7 +128,8 @@ def settings_facts(optimizer: torch.optim.Optimizer | None, config: Config) -> d
         "threads of torch": str(torch.get_num_threads()),
         "the optimizer": "none" if optimizer is None else type(optimizer).__name__,
     }
-    found.update(settings_of([] if optimizer is None else optimizer.param_groups))
+    groups = [] if optimizer is None else optimizer.param_groups
+    found.update(settings_of(groups), **members_of(groups, model.named_parameters()))
     for name in Config.__dataclass_fields__:
         if name not in OWN and name != "device":
             found[f"the setting {name}="] = repr(getattr(config, name))
@@ -131,11 +137,28 @@ def settings_facts(optimizer: torch.optim.Optimizer | None, config: Config) -> d
 
 
 def settings_of(groups: Sequence[Group]) -> dict[str, str]:
-    """Return the settings of an optimizer's groups, by the group's name."""
+    """Return the settings of an optimizer's groups, by name."""
+    return {
+        f"the setting {key!r} of group {number}": repr(plain(value))
+        for number, group in enumerate(groups)
+        for key, value in group.items()
+        if key != "params"
+    }
+
+
+def members_of(
+    groups: Sequence[Group], named: Iterable[tuple[str, nn.Parameter]]
+) -> dict[str, str]:
+    """Return which parameters an optimizer's groups have, in which order, by the group's name.
+
+    Rules that need whole tensors step them in that order, in which ranks make calls then.
+    """
+    names = {id(param): name for name, param in named}
     found = {}
     for number, group in enumerate(groups):
-        settings = {key: plain(value) for key, value in group.items() if key != "params"}
-        found[f"settings of group {number}"] = f"{len(group['params'])} parameters, {settings}"
+        members = [names.get(id(param), "one of no name") for param in group["params"]]
+        first = f", from {members[0]!r} on" if members else ""
+        found[f"the parameters of group {number}"] = digest_of(members) + first
     return found
 
 

@@ -16,7 +16,7 @@ from hetero.events import What
 from hetero.modes import in_own_mode
 from hetero.plan.division import Division
 from hetero.train.engine.admission import Admission
-from hetero.train.engine.alike import digest_of, settings_of
+from hetero.train.engine.alike import digest_of, members_of, settings_of
 from hetero.train.engine.broken import Broken
 from hetero.train.engine.paged import Paged
 from hetero.train.engine.resident import Mastered, Resident
@@ -137,7 +137,8 @@ class Engine:
     def _facts(self, optimizer: Optimizer) -> dict[str, str]:
         """Return what ranks that divide tensors have to have done alike since the last step."""
         setup = self.setup
-        settings = settings_of(optimizer.param_groups)
+        groups = optimizer.param_groups
+        settings = {**settings_of(groups), **members_of(groups, setup.named_params())}
         grads = [i for i, p in enumerate(setup.params) if setup.parts.grad(p) is not None]
         before, self._n_writes = self._n_writes, self._count_writes()
         return {

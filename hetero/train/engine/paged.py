@@ -33,7 +33,7 @@ from hetero.train.access.early import EarlyUpdates, NoEarlyUpdates
 from hetero.train.access.expected import Visit, expected
 from hetero.train.access.runtime import Runtime
 from hetero.train.access.step_events import StepEvents
-from hetero.train.engine.alike import gradients_of, settings_of, states_of
+from hetero.train.engine.alike import gradients_of, members_of, settings_of, states_of
 from hetero.train.engine.backward_updates import BackwardUpdates
 from hetero.train.engine.broken import Broken
 from hetero.train.engine.budget import PAGES, STAYS
@@ -151,10 +151,12 @@ class Paged:
             self.manager.let_write(bucket.id)
         setup, gathers = self.setup, self.setup.store.is_gathered
         self.trained.grads.check_exchanged()
-        facts = {**settings_of(groups), **gradients_of(setup.named_params(), setup.parts)}
+        named = setup.named_params()
+        facts = {**settings_of(groups), **members_of(groups, named)}
+        facts.update(gradients_of(named, setup.parts))
         optimizer = self.backward_updates.optimizer
         if optimizer is not None and setup.config.updates == "step":
-            facts.update(states_of(setup.named_params(), optimizer.known_state))
+            facts.update(states_of(named, optimizer.known_state))
         divide = self.fitting.divide
         division = agreed_division(setup.comm, divide, setup.log, is_common=gathers, facts=facts)
         self.activations.policies.update(division.policies)

@@ -57,6 +57,7 @@ class Exchange:
         space: SumSpace,
         home: Callable[[Bucket], Home],
         expected: Callable[[Bucket], set[int]],
+        is_summed: Callable[[Segment], bool],
         opens: Open,
         closed: Callable[[Segment], None],
     ) -> None:
@@ -68,6 +69,7 @@ class Exchange:
         self._ring = ring
         self._home = home
         self._expected = expected
+        self._is_summed = is_summed
         self._opens = opens
         self._closed = closed
         # as backward comes to them if units were registered as they are called
@@ -184,15 +186,33 @@ class Exchange:
         """Agree which gradients of a bucket there are, and let them cross."""
         mine = self._addends[bucket.id]
         here = bytes(segment.position in mine for segment in bucket.segments)
+        earlier = bytes(self._is_summed(segment) for segment in bucket.segments)
         self._close_done()
         with standing_for(self._comm, self._link.log), self._own_first():
-            there = self._comm.agree(here, f"gradients of bucket {bucket.id}")
+            told = self._comm.agree(here + earlier, f"gradients of bucket {bucket.id}")
+        there = [row[: len(here)] for row in told]
         present = present_in(bucket, there)
+        self._check_earlier(present, [row[len(here) :] for row in told])
         if present:
             self._let_cross(self._load(bucket, present, there), present)
         self._addends[bucket.id] = {}
         self._exchanged.add(bucket.id)
         self._next += 1
+
+    def _check_earlier(self, present: Iterable[Segment], told: Sequence[bytes]) -> None:
+        """Raise DivergenceError on all ranks unless they add to sums of earlier passes, or none
+        does. ``told``: which of a bucket's gradients are such sums, by rank."""
+        if len(set(told)) == 1:
+            return
+        for segment in present:
+            has = [bool(row[segment.position]) for row in told]
+            if len(set(has)) > 1:
+                said = ["adds to an earlier pass" if each else "begins anew" for each in has]
+                raise DivergenceError(
+                    f"ranks that share a model differ in the gradient of {segment.spec.name!r}"
+                    f" ({self._comm.members.listed(said)})",
+                    advice="call optimizer.zero_grad(), or take gradients away, on all ranks",
+                )
 
     @contextmanager
     def _own_first(self) -> Iterator[None]:

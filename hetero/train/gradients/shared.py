@@ -76,6 +76,7 @@ class SharedGradStore(GradStore):
             space=space,
             home=self.homes.of,
             expected=self._trained,
+            is_summed=self._is_summed,
             opens=self._open,
             closed=self._close,
         )
@@ -277,6 +278,13 @@ class SharedGradStore(GradStore):
         return first + parts.index(max(parts))
 
     # -- sums ------------------------------------------------------------------------------------
+
+    def _is_summed(self, segment: Segment) -> bool:
+        """Whether ``p.grad`` is what an earlier pass has left, or the user's code has set."""
+        grad = self.parts.grad(self.params[segment.index])
+        if isinstance(grad, LazyGrad):
+            return grad.slot.summed
+        return grad is not None and segment.index not in self._kept
 
     def _open(self, segment: Segment) -> bool:
         slot = self._summed[segment.index] = self._showing(segment)

@@ -32,6 +32,8 @@ from hetero.train.update.pace import UpdatePace
 from hetero.train.update.rules import Group, State, same
 from hetero.types import Lane
 
+FINITE = b"+"
+
 
 class Early(NamedTuple):
     """A bucket's update that was begun before its step (see [Note: early updates])."""
@@ -130,7 +132,12 @@ class Stepper:
         with torch.no_grad():
             parts = grads.parts
             norms = parts.norms(found, 2.0, grads.was_cut)
-            return [float(parts.total(norms, 2.0))] if found else []
+            total = float(parts.total(norms, 2.0)) if found else 0.0
+        # of a parameter that ranks do not divide each has a gradient of its own
+        told = grads.homes.store.comm.everyone.agree(
+            FINITE if math.isfinite(total) else b"", "whether gradients are finite"
+        )
+        return [total if all(told) else math.inf] if found else []
 
     def begin(self, update: Update, *, at_once: bool, after: Sequence[Job] = ()) -> Job:
         """Give a bucket's update to the worker, or make a job that its first waiter does."""
