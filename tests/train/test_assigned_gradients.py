@@ -138,3 +138,61 @@ def test_the_half_of_a_pass_that_is_for_weights_alone_is_measured() -> None:
 
     seen = engine_of(model).residence.fitting.meter.seen_bytes()
     assert seen > D * D * 4  # a weight's gradient; all else is 2 KiB
+
+
+Act = Callable[[Any, Any, Callable[[int], None]], None]
+
+
+def scales_what_it_holds(model: Any, optimizer: Any, backward: Callable[[int], None]) -> None:
+    """Look at gradients through views, and let a second pass add to the same objects."""
+    held = [param.grad for param in model.parameters()]
+    torch.cat([grad.view(-1) for grad in held]).norm()
+    backward(1)
+    for grad in held:
+        grad.div_(2)
+
+
+def scales_data_that_it_holds(model: Any, optimizer: Any, backward: Callable[[int], None]) -> None:
+    held = [param.grad.data for param in model.parameters()]
+    for grad in held:
+        grad.numpy().sum()
+    backward(1)
+    for grad in held:
+        grad.div_(2)
+
+
+def shares_one(model: Any, optimizer: Any, backward: Callable[[int], None]) -> None:
+    first, second = model[0][0].weight, model[1][0].weight
+    second.grad = first.grad
+    first.grad.mul_(2)
+
+
+def shares_one_and_clips(model: Any, optimizer: Any, backward: Callable[[int], None]) -> None:
+    first, second = model[0][0].weight, model[1][0].weight
+    second.grad = first.grad.detach()
+    clip = getattr(optimizer, "clip_grad_norm_", None)  # torch's own has none
+    (clip or (lambda most: nn.utils.clip_grad_norm_(model.parameters(), most)))(1e-3)
+
+
+@pytest.mark.parametrize(
+    "act", [scales_what_it_holds, scales_data_that_it_holds, shares_one, shares_one_and_clips]
+)
+def test_gradients_that_are_held_or_shared_are_one_tensor_each(act: Act) -> None:
+    def trained(optimizer: Any, model: Any) -> list[torch.Tensor]:
+        def backward(number: int) -> None:
+            x = torch.randn(4, D, generator=torch.Generator().manual_seed(number))
+            model(x).square().mean().backward()
+
+        for _ in range(3):
+            backward(0)
+            act(model, optimizer, backward)
+            optimizer.step()
+            optimizer.zero_grad()
+        return [value.clone() for value in model.state_dict().values()]
+
+    torch.manual_seed(0)
+    plain = nn.Sequential(*(nn.Sequential(nn.Linear(D, D), nn.Tanh()) for _ in range(4)))
+    expected = trained(torch.optim.SGD(plain.parameters(), lr=0.5), plain)
+    found = trained(*paged(hbm=40 * 1024)[::-1])
+
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))

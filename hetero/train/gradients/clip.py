@@ -90,11 +90,12 @@ def clip_parts_(
 
 
 def deferrable(params: Iterable[nn.Parameter]) -> list[GradSlot]:
-    """Return all gradients if each may wait for its factor; torch groups others by their dtypes."""
+    """Return all gradients if each may wait for its factor; torch groups others by their dtypes,
+    and multiplies one that several parameters have for each of them."""
     grads = [grad for grad in get_grads(params) if grad is not None]
     slots = [grad.slot for grad in grads if type(grad) is LazyGrad]
     dtypes = {slot.segment.spec.dtype for slot in slots}
-    right = len(slots) == len(grads) and len(dtypes) == 1 and all(s.deferrable for s in slots)
+    right = len(set(slots)) == len(grads) and len(dtypes) == 1 and all(s.deferrable for s in slots)
     return slots if right else []
 
 

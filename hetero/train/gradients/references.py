@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ import torch
 from hetero.device import ALONE, use_count
 from hetero.internals import make_wrapper, storage_uses
 from hetero.train.model.binding import get_grad
+from hetero.train.model.parts import Parts
 
 _aten = torch.ops.aten
 
@@ -28,6 +30,7 @@ class References:
         self._of_object = _holders(probe)
         self._of_tensor = _uses(get_grad(probe))
         self._of_addend = _lone_uses()
+        self._of_slot = _slot_uses(SimpleNamespace(slot=object()))
         self._of_base = _holders_of_base(torch.zeros(1, 2, device="cpu").clone().t())
 
     def is_held(self, param: torch.Tensor, storage: int, n_siblings: int) -> bool:
@@ -43,6 +46,11 @@ class References:
         if uses > most - 1 + n_siblings or objects > most_objects:
             return True
         return storage_uses(storage) > ALONE + n_siblings
+
+    def is_shown(self, param: torch.Tensor, parts: Parts) -> bool:
+        """Whether the user's code refers to ``param.grad``, a gradient at home, or to another
+        object that shows it (`p.grad.data`)."""
+        return _holders(param) > self._of_object or _slot_uses(parts.grad(param)) > self._of_slot
 
     def may_change(self, addend: torch.Tensor) -> bool:
         """Whether autograd or a user may still write to an addend."""
@@ -92,6 +100,11 @@ def _uses(tensor: torch.Tensor | None) -> int:
     """Return a tensor's references from C++ and its Python object; many if torch cannot tell."""
     count = getattr(tensor, "_use_count", None)
     return 2**31 if count is None else int(count())
+
+
+def _slot_uses(grad: Any) -> int:
+    """Return the number of references to what a gradient at home shows."""
+    return sys.getrefcount(grad.slot)
 
 
 def _holders(param: torch.Tensor) -> int:

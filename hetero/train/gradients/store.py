@@ -223,9 +223,13 @@ class GradStore:
         if grad is None:
             return
         if isinstance(grad, LazyGrad):
-            if grad.slot.value is None or use_count(grad.slot.value) > ALONE:
+            value = grad.slot.value
+            del grad  # or it counts
+            if value is None or use_count(value) > ALONE:
                 return
-            grad, scaled, made = grad.slot.value, False, None
+            if self._references.is_shown(param, self.parts):
+                return  # what the user's code writes to it has to count
+            grad, scaled, made = value, False, None
         elif grad.requires_grad or grad.layout is not torch.strided:
             if self.scaling.is_required and grad.requires_grad:
                 raise scaled_graph(self._layout.home[index][1].spec.name)
@@ -393,8 +397,15 @@ class GradStore:
     # -- at the end of a step --------------------------------------------------------------------
 
     def finish(self) -> None:
-        """Wait for every copy home; expect sums in the next step if this one had any."""
+        """Wait for every copy home; expect sums in the next step if this one had any.
+
+        A gradient at home that is also another parameter's (``b.grad = a.grad``) is kept: it is
+        one tensor of numbers, and factors that pend would be those of its own parameter alone.
+        """
         self.ring.finish()
+        for index, grad in enumerate(self._grads(range(len(self.params)))):
+            if isinstance(grad, LazyGrad) and self._taken_last(index, grad) is None:
+                grad.slot.keep()
         self.homes.expects_sums, self._has_added = self._has_added, False
 
     def closed(self, indices: Sequence[int], addends: Callable[[int], bool]) -> list[GradSlot]:
