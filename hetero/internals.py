@@ -1,8 +1,7 @@
 """The one door to torch's private names (floor 0).
 
 They may change with any release of torch. Each is looked up once, on import; if one is missing, the
-error names the releases that hetero knows. A `Replacement` replaces a function of torch while a
-model is prepared, counts its users, and puts torch's own back.
+error names the releases that hetero knows. A `Replacement` replaces one while it has users.
 """
 
 from __future__ import annotations
@@ -40,13 +39,13 @@ NAMES = (  # module, attribute
     *(("torch._C._autograd", f"_{do}{_DEFAULT_HOOKS}") for do in ("top", "push", "pop")),
     ("torch._C._autograd", "_get_current_graph_task_keep_graph"),
     *(("torch._C", "_get_dispatch_mode"), ("torch._C", "_TorchDispatchModeKey")),
-    *(("torch._C._functorch", "peek_interpreter_stack"),),
+    *(("torch._C._functorch", "peek_interpreter_stack"), ("torch", "_foreach_norm")),
     *(("torch.autograd", "_engine_run_backward"), ("torch.autograd.graph", "_engine_run_backward")),
     *(("torch.autograd.Variable", "_execution_engine"), ("torch._C", "_to_dlpack")),
     *((_MODES, "_disable_current_modes"), (_MODES, "_pop_mode"), (_MODES, "_push_mode")),
     *((_MODES, "_get_current_dispatch_mode"), (_MODES, "_get_current_dispatch_mode_stack")),
     *(("torch._functorch.eager_transforms", "_wrap_for_grad"),),
-    *(("torch", "_foreach_norm"), ("torch.ops.aten", "_trilinear")),
+    *(("torch.nn.utils.parametrize", "_cache_enabled"), ("torch.ops.aten", "_trilinear")),
     ("torch.utils._foreach_utils", "_foreach_supported_types"),
     *(("torch._C", "_SetExcludeDispatchKeyGuard"), ("torch._C", "_RestorePythonTLSSnapshot")),
     *(("torch._functorch.vmap", "_add_batch_dim"), ("torch._dynamo.trace_rules", "add")),
@@ -475,6 +474,7 @@ RUN_BACKWARD = Place(torch.autograd, "_engine_run_backward")
 MODULE_CALL = Place(torch.nn.Module, "__call__")
 SCRIPT_CALL = Place(torch.jit.ScriptFunction, "__call__")
 AUTOCAST_INIT = Place(torch.autocast, "__init__")
+WEIGHTS_ONCE = Place(import_module("torch.nn.utils.parametrize"), "_cache_enabled")
 SAVED_HOOKS_ENTER = Place(torch.autograd.graph.saved_tensors_hooks, "__enter__")
 WRAPPERS = (  # through which transforms of functorch take their arguments
     Place(import_module("torch._functorch.eager_transforms"), "_wrap_for_grad"),

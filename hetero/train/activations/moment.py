@@ -28,6 +28,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from hetero.internals import WEIGHTS_ONCE
 from hetero.train.activations.reach import (
     CODE,
     Attributes,
@@ -98,6 +99,7 @@ class Moment:
         self._tuples: list[tuple[Any, ...]] = []  # that hold tensors
         self.params: list[nn.Parameter] = []
         """Those of its modules."""
+        self._makes_weights_once = bool(getattr(*WEIGHTS_ONCE))
         self._tensors: dict[int, Buffer] = {}
         self._sources = [*common_sources(), *device_source(place)]
         self._seen: set[int] = set()
@@ -122,6 +124,7 @@ class Moment:
         )
         self._caches_casts = torch.is_autocast_cache_enabled()
         self._drawn = [(source, source.get()) for source in self._sources]
+        self._asks = [param.requires_grad for param in self.params]
 
     # -- recording -------------------------------------------------------------------------------
 
@@ -281,8 +284,9 @@ class Moment:
         )
 
     def path(self) -> list[Any]:
-        """Return a key of the way through the unit's code: its modules' switches and hooks."""
-        found: list[Any] = [self._casts]
+        """Return a key of the way through the unit's code: its modules' switches and hooks, and
+        whether a weight that is made of others is made once (`parametrize.cached`)."""
+        found: list[Any] = [self._casts, self._makes_weights_once]
         for how, _, values in self._found:
             for name, value in values.items() if how is SPACE else ():
                 kind = type(value)
@@ -310,7 +314,7 @@ class Moment:
         try:
             self._put_back([(kind, of, kind.lend(then, lent)) for kind, of, then in self._found])
             _draw_from(self._drawn)
-            with self._casting():
+            with self._casting(), self._asking():
                 yield
         finally:
             self._put_back(now)
@@ -334,6 +338,20 @@ class Moment:
                 cast = torch.autocast(kind, dtype, enabled=enabled, cache_enabled=caches)
                 stack.enter_context(cast)
             yield
+
+    @contextmanager
+    def _asking(self) -> Iterator[None]:
+        """Let parameters that were frozen or thawed since ask for gradients as they did: a graph
+        saves by that. What they get is dropped as torch does, which asks them later."""
+        pairs = zip(self.params, self._asks, strict=True)
+        changed = [(param, asks) for param, asks in pairs if param.requires_grad is not asks]
+        for param, asks in changed:
+            param.requires_grad_(asks)
+        try:
+            yield
+        finally:
+            for param, asks in changed:
+                param.requires_grad_(not asks)
 
     def _hooks_of_parameters(self) -> Iterator[dict[int, Any]]:
         for param in self.params:

@@ -24,7 +24,7 @@ from hetero.train.activations.later_writes import LaterWrites, digest
 from hetero.train.activations.moment import Moment
 from hetero.train.activations.proof import Digests
 from hetero.train.activations.reach import Reach
-from hetero.train.activations.saved import SavedTensors
+from hetero.train.activations.saved import SavedTensors, hooks_change_tensors
 from hetero.train.activations.structure import flatten, told_apart
 from hetero.train.model.faults import hearing_of_aliases
 from hetero.train.model.graph import versions
@@ -106,7 +106,7 @@ class Forward:
             else type(leaf)
             for leaf in self.distinct
         ]
-        return [*self._moment.path(), *kinds, *self._places]
+        return [hooks_change_tensors(), *self._moment.path(), *kinds, *self._places]
 
     # -- the first time --------------------------------------------------------------------------
 

@@ -308,6 +308,15 @@ def inside_foreign_hooks() -> bool:
     return top is not None and not isinstance(top[0], Pack)
 
 
+def hooks_change_tensors() -> bool:
+    """Whether saved-tensor hooks of the program's own are on, around ours or inside: they may give
+    back other numbers than they were given."""
+    top = top_saved_hooks(True)
+    if top is not None and isinstance(top[0], Pack):
+        top = top[0].outer
+    return top is not None and not _of_torch(top[0])
+
+
 def _of_torch(pack: Callable[[torch.Tensor], Any]) -> bool:
     """Whether a pack hook is torch's own, as of checkpoints, which gives back what it was given; a
     user's may round it."""
