@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from hetero.checkpoint.manifest import MAX_STEP, SavedTensor
 from hetero.checkpoint.names import Names, OwnEntries, all_values, own_groups, own_values
-from hetero.checkpoint.own_buffers import Buffers, decoded
+from hetero.checkpoint.own_buffers import Buffers, sources
 from hetero.checkpoint.reader import CheckpointReader
 from hetero.checkpoint.save import (
     HasState,
@@ -75,7 +75,8 @@ def understood(engine: Engine, reader: CheckpointReader, names: Names) -> SavedV
     """Return the values of a checkpoint; CheckpointCorrupt if no save wrote them."""
     meta, take = reader.meta, Values(reader, engine.setup.blueprint.layout.param_bytes).take
     with only_saved(reader):
-        told = told_by_this_rank(reader, engine)
+        rank = saved_number(reader, engine)
+        told = reader.of_ranks[rank]
         found = SavedValues(
             **{key: decode(meta[key], take) for key in DECODED},
             **{key: meta[key] for key in ("precision", "optimizer", "members")},
@@ -84,8 +85,8 @@ def understood(engine: Engine, reader: CheckpointReader, names: Names) -> SavedV
             threads=count_of(meta["threads"]) if "threads" in meta else None,
             scalars=own_values(decode_scalars(dict(all_values(reader, "scalars"))), names),
             steps=count_of(meta["steps"]),
-            own_rng=decode_inside(told["rng"]) if told else None,
-            own_buffers=decoded(told, reader),
+            own_rng=decode_inside(told["rng"]) if "rng" in told else None,
+            own_buffers=sources(reader, rank),
         )
         members = [len(names) for names in found.members]
         if len(members) != len(found.groups) or not all(found.groups):
@@ -96,16 +97,16 @@ def understood(engine: Engine, reader: CheckpointReader, names: Names) -> SavedV
     return found
 
 
-def told_by_this_rank(reader: CheckpointReader, engine: Engine) -> Mapping[str, Any]:
-    """Return what this rank saved of itself next to its shard; nothing of the first one, and if as
-    many ranks as now did not divide each tensor."""
+def saved_number(reader: CheckpointReader, engine: Engine) -> int:
+    """Return the saved rank that this one goes on from: the first if there was none of its number,
+    or if other numbers of ranks divided each tensor."""
     rank = engine.setup.everyone.rank
     divides = count_of(reader.meta.get("tensor_ranks", 1))
     stages = count_of(reader.meta.get("stage_ranks", 1))
     here = tensor_ranks(engine), stage_ranks(engine)
-    if (divides, stages) != here or not 0 < rank < len(reader.of_ranks):
-        return {}
-    return reader.of_ranks[rank]
+    if (divides, stages) != here or rank >= len(reader.of_ranks):
+        return 0
+    return rank
 
 
 def count_of(steps: Any) -> int:

@@ -142,7 +142,8 @@ def load_checkpoint(
             with engine.broken.loads_itself():
                 adapt(engine, own)
         if "buffer" in kinds:
-            own_buffers.put(engine, names, saved.own_buffers)
+            put = partial(own_buffers.put, engine, names, saved.own_buffers)
+            together(comm, "the end of a load", put)
         # 3. load all other values
         take_scalars(engine, saved.scalars)
         restore(engine, saved)

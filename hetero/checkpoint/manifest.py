@@ -78,7 +78,7 @@ class SavedTensor:
     """One tensor of a checkpoint, whole: its name and its layout."""
 
     kind: str
-    """A short word: "param", "state", "master", "buffer", "tensor"."""
+    """A short word: "param", "state", "master", "buffer", "own_buffer", "extra"."""
     name: str
     """The parameter's own name, any string; never a file's name."""
     key: str

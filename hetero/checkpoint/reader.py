@@ -130,11 +130,16 @@ class CheckpointReader:
     def find(self, kind: str, name: str, key: str = "") -> int | None:
         return self._numbers.get((kind, name, key))
 
+    def shares(self, entry: int) -> list[tuple[int, Slice]]:
+        """Return which shards hold an entry, with what each holds, from its first element on."""
+        places = self._places[entry]
+        return [(shard, self._shards[shard].shard.slices[place]) for shard, place in places]
+
     def slices(self) -> Iterator[Slice]:
         """Yield what files hold of entries, entry by entry: it is read fastest in these pieces."""
-        for there in self._places:
-            for shard, place in there:
-                yield self._shards[shard].shard.slices[place]
+        for number in range(len(self.entries)):
+            for _, each in self.shares(number):
+                yield each
 
     def read(self, entry: int, start: int, into: memoryview) -> None:
         """Fill ``into`` with bytes [start, start + len(into)) of the entry with this number.

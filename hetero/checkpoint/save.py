@@ -162,8 +162,8 @@ def save_checkpoint(
         tells = comm.size > 1 and "buffer" in kinds
         begin = partial(plan.open, engine, Path(directory), io, tells=tells)
         rows = together(comm, saving(number), begin)
-        if comm.rank and tells:
-            plan.told |= own_buffers.own_ones(engine, plan.names, rows, comm.rank)
+        if tells:
+            plan.add_own_buffers(rows)
         # 2. read the tensors bucket by bucket, each after its update and before its next one
         writing = Writing(engine, plan, Path(directory), number)
     except BaseException:
@@ -391,6 +391,16 @@ class Plan:
         self._first = set(first)
         if self.meta:
             self.meta["members"] = found.members
+
+    def add_own_buffers(self, rows: Sequence[bytes]) -> None:
+        """Add entries of buffers that ranks have of their own; ``rows``: what they told of them."""
+        entries = {entry.name: entry for entry in self._model if entry.kind == "buffer"}
+        parts = {part.name.name: part for _, part in self.numbered if part.name.kind == "buffer"}
+        for name, ranks in own_buffers.rows_of(rows).items():
+            if self.comm.rank in ranks:
+                row = own_buffers.row_of(parts[name], ranks.index(self.comm.rank), len(ranks))
+                self.numbered.append((len(self._model), row))
+            self._model.append(own_buffers.entry_of_rows(entries[name], len(ranks)))
 
     def open(self, engine: Engine, directory: Path, io: IO | None, *, tells: bool) -> bytes:
         """Open the directory that the first rank has made; returns what this rank ``tells`` of its

@@ -16,7 +16,10 @@ from torch import nn
 import hetero
 from hetero import CheckpointError, DivergenceError
 from hetero.api import engine_of, prepare_tuned
+from hetero.checkpoint import own_buffers, writer
 from hetero.checkpoint.folders import Joined
+from hetero.checkpoint.load import read_weights
+from hetero.checkpoint.reader import CheckpointReader
 from hetero.checkpoint.save import KINDS
 from hetero.checkpoint.shard import ShardWriter
 from hetero.checkpoint.verify import verify
@@ -320,6 +323,42 @@ def test_each_rank_goes_on_with_buffers_of_its_own(tmp_path: Path) -> None:
     given = {"kinds": ("param", "master", "state")}
     for each in run_ranks(2, centred, tmp_path, range(0), True, given):
         assert each["mean"] == bytes(16) and each["layers.0.weight"] == first["layers.0.weight"]
+
+
+def queued(rank: int, folder: Path, load: bool) -> float:
+    """Return a value of a buffer that is larger than what a manifest may have."""
+    model: Any = nn.Linear(4, 4)
+    model.register_buffer("queue", torch.full((2**15,), rank + 1.0))
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = hetero.prepare(model, optimizer, mesh="world", **{**TIGHT, "hbm": 300_000})
+    if load:
+        hetero.load_checkpoint(folder, model, optimizer)
+    else:
+        model.queue.fill_(rank + 1.0)
+        hetero.save_checkpoint(folder, model, optimizer)
+    return float(model.queue[-1])
+
+
+def test_own_buffers_are_in_each_ranks_shard_whatever_their_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They went into the manifest: with 48 MiB of them no save succeeded."""
+    monkeypatch.setattr(writer, "MAX_MANIFEST_BYTES", 2**16)
+    assert run_ranks(2, queued, tmp_path, False) == [1.0, 2.0]
+
+    assert run_ranks(2, queued, tmp_path, True) == [1.0, 2.0]
+    weights, _ = read_weights(tmp_path)
+    assert weights.keys() == {"weight", "bias", "queue"} and float(weights["queue"][-1]) == 1.0
+    with CheckpointReader.open(tmp_path) as reader:
+        number = reader.find(own_buffers.KIND, "queue")
+        assert number is not None and [shard for shard, _ in reader.shares(number)] == [1]
+        assert reader.entries[number].n_bytes == 2**17
+    assert verify(tmp_path).ok
+    shard = tmp_path / "step-0" / "model-1.safetensors"
+    raw = bytearray(shard.read_bytes())
+    raw[-5000] ^= 1
+    shard.write_bytes(raw)
+    assert "own_buffer queue" in verify(tmp_path).checkpoints[0].problem
 
 
 def load_damaged(rank: int, folder: Path) -> tuple[str, bool]:
