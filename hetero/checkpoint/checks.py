@@ -20,6 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from hetero.checkpoint.manifest import MAX_STEP, SavedTensor
 from hetero.checkpoint.names import Names, OwnEntries, all_values, own_groups, own_values
 from hetero.checkpoint.own_buffers import Buffers, sources
+from hetero.checkpoint.rank_places import Division
 from hetero.checkpoint.reader import CheckpointReader
 from hetero.checkpoint.save import (
     HasState,
@@ -63,9 +64,9 @@ class SavedValues:
     members: Sequence[Sequence[str]]
     steps: int
     own_rng: Mapping[str, Any] | None
-    """This rank's, which is not the first; None if the checkpoint has none of it."""
+    """Of the rank with this one's place; None if that was the first, or there was none."""
     own_buffers: Buffers
-    """This rank's, which are not those of the entries."""
+    """Of the rank nearest to this one's place, where they are not those of the entries."""
 
 
 DECODED = ("extra", "scheduler", "data", "rng", "groups", "scaler")
@@ -75,8 +76,10 @@ def understood(engine: Engine, reader: CheckpointReader, names: Names) -> SavedV
     """Return the values of a checkpoint; CheckpointCorrupt if no save wrote them."""
     meta, take = reader.meta, Values(reader, engine.setup.blueprint.layout.param_bytes).take
     with only_saved(reader):
-        rank = saved_number(reader, engine)
-        told = reader.of_ranks[rank]
+        there, here = saved_division(reader), division_of(engine)
+        rank = engine.setup.everyone.rank
+        same = there.exactly(here, rank)
+        told = {} if same is None else reader.of_ranks[same]
         found = SavedValues(
             **{key: decode(meta[key], take) for key in DECODED},
             **{key: meta[key] for key in ("precision", "optimizer", "members")},
@@ -86,7 +89,7 @@ def understood(engine: Engine, reader: CheckpointReader, names: Names) -> SavedV
             scalars=own_values(decode_scalars(dict(all_values(reader, "scalars"))), names),
             steps=count_of(meta["steps"]),
             own_rng=decode_inside(told["rng"]) if "rng" in told else None,
-            own_buffers=sources(reader, rank),
+            own_buffers=sources(reader, there, there.seen_from(here, rank)),
         )
         members = [len(names) for names in found.members]
         if len(members) != len(found.groups) or not all(found.groups):
@@ -97,16 +100,15 @@ def understood(engine: Engine, reader: CheckpointReader, names: Names) -> SavedV
     return found
 
 
-def saved_number(reader: CheckpointReader, engine: Engine) -> int:
-    """Return the saved rank that this one goes on from: the first if there was none of its number,
-    or if other numbers of ranks divided each tensor."""
-    rank = engine.setup.everyone.rank
-    divides = count_of(reader.meta.get("tensor_ranks", 1))
-    stages = count_of(reader.meta.get("stage_ranks", 1))
-    here = tensor_ranks(engine), stage_ranks(engine)
-    if (divides, stages) != here or rank >= len(reader.of_ranks):
-        return 0
-    return rank
+def saved_division(reader: CheckpointReader) -> Division:
+    """Return how the ranks that saved divided the model; older checkpoints are of one axis."""
+    stages, tensor = (count_of(reader.meta.get(key, 1)) for key in ("stage_ranks", "tensor_ranks"))
+    return Division(len(reader.of_ranks), stages, tensor)
+
+
+def division_of(engine: Engine) -> Division:
+    """Return how the ranks of a model divide it."""
+    return Division(engine.setup.everyone.size, stage_ranks(engine), tensor_ranks(engine))
 
 
 def count_of(steps: Any) -> int:

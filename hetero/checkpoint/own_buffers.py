@@ -3,7 +3,7 @@
 A checkpoint has those of the first rank among its entries, as buffers. Of one that is not the same
 on all ranks that have it, there is an entry of another kind with a row for each of the others, in
 the order of ranks. Each rank saves its row, in its own shard; so the shard says whose it is. Ranks
-that load read the row of the rank with their number, and go on as if they had never stopped.
+that load read the row of the rank with their place, and go on as if they had never stopped.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch
 from hetero.boxes import Arrangement
 from hetero.checkpoint.manifest import SavedTensor
 from hetero.checkpoint.names import Names
+from hetero.checkpoint.rank_places import Division, RankPlace
 from hetero.checkpoint.reader import CheckpointReader
 from hetero.checkpoint.slices import Slice
 from hetero.checkpoint.values import decode_inside
@@ -89,17 +90,18 @@ def row_of(buffer: Part, row: int, n_rows: int) -> Part:
 # -- of a load -----------------------------------------------------------------------------------
 
 
-def sources(reader: CheckpointReader, rank: int) -> Buffers:
-    """Return a saved rank's buffers where these are not those of the entries; ValueError if no save
-    wrote them."""
-    found = dict(told_sources(reader, rank))
+def sources(reader: CheckpointReader, saved: Division, place: RankPlace) -> Buffers:
+    """Return the buffers of the saved rank that is nearest to a place, where these are not those of
+    the entries; ValueError if no save wrote them."""
+    found = dict(told_sources(reader, saved, place))
     for number, entry in enumerate(reader.entries):
         if entry.kind == KIND:
             rows = dict(reader.shares(number))
             (numel,) = {each.end - each.first for each in rows.values()}
-            number_of(reader, entry.name, entry.dtype, numel)
-            if rank in rows:
-                found[entry.name] = source_in(reader, rows[rank])
+            (first, _), *_ = reader.shares(number_of(reader, entry.name, entry.dtype, numel))
+            nearest = saved.nearest([first, *rows], place)
+            if nearest in rows:
+                found[entry.name] = source_in(reader, rows[nearest])
     return found
 
 
@@ -110,9 +112,11 @@ def source_in(reader: CheckpointReader, row: Slice) -> Source:
     return Source(row.end - row.first, read)
 
 
-def told_sources(reader: CheckpointReader, rank: int) -> Iterator[tuple[str, Source]]:
-    """Yield the buffers that a saved rank told as JSON."""
-    told = reader.of_ranks[rank]
+def told_sources(
+    reader: CheckpointReader, saved: Division, place: RankPlace
+) -> Iterator[tuple[str, Source]]:
+    """Yield the buffers that the saved rank nearest to a place told as JSON."""
+    told = reader.of_ranks[saved.nearest(range(saved.n_ranks), place)]
     found = decode_inside(told[TOLD]) if TOLD in told else {}
     for name, value in found.items():
         number_of(reader, name, str(value.dtype).removeprefix("torch."), value.numel())

@@ -10,6 +10,7 @@ import torch
 
 from hetero.checkpoint.manifest import SavedTensor
 from hetero.checkpoint.own_buffers import TOLD, rows_of, sources
+from hetero.checkpoint.rank_places import Division, RankPlace
 from hetero.checkpoint.values import encode_inside
 
 
@@ -26,12 +27,14 @@ def test_buffers_that_ranks_told_as_json_are_read() -> None:
         of_ranks=[{}, {"rng": None, TOLD: encode_inside({"mean": mean})}],
         find=lambda *name: 0 if name == ("buffer", "mean") else None,
     )
+    saved = Division(n_ranks=2, n_stages=1, n_tensor=2)
 
-    assert not sources(reader, 0)
-    source = sources(reader, 1)["mean"]
+    assert not sources(reader, saved, RankPlace(0, 0, 0))
+    second = RankPlace(stage=0, copy=3, tensor=1)
+    source = sources(reader, saved, second)["mean"]
     into = bytearray(4)
     source.read(4, memoryview(into))
     assert source.numel == 2 and into == mean[1:].numpy().tobytes()
     reader.entries[0] = SavedTensor("buffer", "mean", "", "float64", (2,))
     with pytest.raises(ValueError, match="own buffer 'mean'"):
-        sources(reader, 1)
+        sources(reader, saved, second)

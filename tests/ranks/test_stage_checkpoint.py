@@ -235,6 +235,40 @@ def test_each_rank_draws_on_from_its_own_numbers(tmp_path: Path) -> None:
         assert reader.meta["stage_ranks"] == 2
 
 
+def placed(rank: int, how: str, folder: str, load: bool) -> tuple[dict[str, float], float]:
+    """Return a rank's buffers by their names in the whole model, and a number that it draws."""
+    model = made("gpt")
+    model.register_buffer("seen", torch.zeros(3))
+    for block in (model.blocks[0], model.blocks[5]):
+        block.register_buffer("mine", torch.zeros(2))
+    trainer = Trainer(rank, how, model)
+    if load:
+        hetero.load_checkpoint(folder, trainer.model, trainer.optimizer)
+    else:
+        torch.manual_seed(rank)
+        for buffer in trainer.model.buffers():
+            buffer.fill_(1.0 + rank)
+        hetero.save_checkpoint(folder, trainer.model, trainer.optimizer)
+    found = trainer.values().items()
+    named = {name: float(value[0]) for name, value in found if name.endswith(("seen", "mine"))}
+    return named, float(torch.rand(()))
+
+
+@pytest.mark.filterwarnings("ignore:the checkpoint is of fewer ranks")
+def test_buffers_and_generators_are_those_of_the_same_stage_and_copy(tmp_path: Path) -> None:
+    """They were matched by numbers of ranks, which mean other stages where copies are fewer."""
+    saved = run_ranks(4, placed, "1F1B x 2", str(tmp_path), False)
+    assert [each["seen"] for each, _ in saved] == [1.0, 2.0, 3.0, 4.0]
+
+    assert run_ranks(2, placed, "1F1B", str(tmp_path), True) == [saved[0], saved[2]]
+    copies = run_ranks(2, placed, "shares", str(tmp_path), True)
+    assert [{**each} for each, _ in copies] == [
+        {"seen": 1.0, "blocks.0.mine": 1.0, "blocks.5.mine": 3.0},
+        {"seen": 2.0, "blocks.0.mine": 2.0, "blocks.5.mine": 4.0},
+    ]
+    assert copies[0][1] == saved[0][1]
+
+
 def with_buffer(rank: int, how: str, folder: str) -> torch.Tensor:
     model = made("gpt")
     model.register_buffer("seen", torch.zeros(3))

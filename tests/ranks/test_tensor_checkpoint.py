@@ -14,7 +14,11 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 import hetero
 from hetero.checkpoint.verify import verify
@@ -257,6 +261,32 @@ def test_weights_divided_in_any_way_are_loaded(before: int, after: int, tmp_path
     first = run_ranks(before, odd, before, tmp_path, False)
     for each in run_ranks(after, odd, after, tmp_path, True):
         assert not difference(each, first[0])
+
+
+def normed(rank: int, dp: int, folder: Path, load: bool) -> dict[str, bytes]:
+    """Return the running means of features that ranks divide, of a rank's own."""
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(8, affine=False), nn.Linear(16, 8))
+    mesh = init_device_mesh("cpu", (dp, 2), mesh_dim_names=("dp_shard", "tp"))["tp"]
+    parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = hetero.prepare(model, optimizer, mesh={"dp_shard": dp, "tp": 2}, **TIGHT)
+    if load:
+        hetero.load_checkpoint(folder, model, optimizer)
+    else:
+        model(torch.randn(4, 8)).square().mean().backward()
+        optimizer.step()
+        hetero.save_checkpoint(folder, model, optimizer)
+    return {name: buffer.numpy().tobytes() for name, buffer in model.named_buffers()}
+
+
+@pytest.mark.filterwarnings("ignore:the checkpoint is of fewer ranks")
+def test_each_copy_has_the_buffers_of_its_parts_of_tensors(tmp_path: Path) -> None:
+    """Ranks that were new had the first one's, which are of other features."""
+    saved = run_ranks(2, normed, 1, tmp_path, False)
+    assert saved[0]["1.running_mean"] != saved[1]["1.running_mean"]
+
+    assert run_ranks(4, normed, 2, tmp_path, True) == [*saved, *saved]
 
 
 def exported(rank: int, ranks: Ranks, run: TensorRun, folder: Path) -> Trained:
