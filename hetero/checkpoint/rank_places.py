@@ -25,6 +25,12 @@ class Division:
     n_stages: int
     n_tensor: int
 
+    def __post_init__(self) -> None:
+        """ValueError for ranks that cannot be divided like that."""
+        parts = self.n_stages * self.n_tensor
+        if parts < 1 or self.n_ranks < 1 or self.n_ranks % parts:
+            raise ValueError(f"{self.n_ranks} ranks of {parts} parts")
+
     def place(self, rank: int) -> RankPlace:
         stage, within = divmod(rank, self.n_ranks // self.n_stages)
         return RankPlace(stage, *divmod(within, self.n_tensor))
