@@ -861,6 +861,23 @@ def test_a_part_of_a_prepared_model_is_refused() -> None:
     hetero.release(model, optimizer)
 
 
+def test_a_recording_is_not_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("other files do not matter")
+    model = mlp()
+    with hetero.profile(model, tmp_path):
+        model(torch.ones(2, WIDE)).sum().backward()
+    written = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+
+    with (
+        pytest.raises(hetero.ConfigError, match="recording already") as caught,
+        hetero.profile(model, tmp_path),
+    ):
+        pass
+
+    assert str(tmp_path) in str(caught.value) and "name another directory" in caught.value.advice
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == written
+
+
 def test_what_no_module_made_has_the_lines_that_made_it(tmp_path: Path) -> None:
     model = nn.Linear(8, 8)
 
