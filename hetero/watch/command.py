@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 UNUSABLE = 2
 PAGE = "hetero-watch.html"
+HOST_DEFAULT = "what is free, with the program's own on a CPU"
+NVME_DEFAULT = "on a CPU, hetero-states where RAM is too small"
 
 
 @click.command(
@@ -40,8 +42,8 @@ PAGE = "hetero-watch.html"
 @option("--profile", str, "Hardware profile of the rehearsal.", "the one most like this machine")
 @option("--device", DEVICE, "Device of the rehearsal.", "the program's")
 @option("--hbm", str, "Device budget of the rehearsal, as 20GiB.", "what the program had")
-@option("--host", str, "RAM budget of the rehearsal, as 64GiB.", "what is free")
-@option("--nvme", str, "Directory for what RAM does not hold.", "none on CUDA")
+@option("--host", str, "RAM budget of the rehearsal, as 64GiB.", HOST_DEFAULT)
+@option("--nvme", str, "Directory for what RAM does not hold.", NVME_DEFAULT)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON as the last line.")
 def watch(
     script: str,

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from hetero.config import Config, Settings
+from hetero.config import Config, Settings, host_limit
 from hetero.device import allocated, fragments
 from hetero.parallel.started import launch_rank
 from hetero.watch.observer import Observer, is_shortage
@@ -120,7 +120,9 @@ class WatchBlock:
         if counts is not None:
             most = max(most, counts.peak_bytes)
         cut = report.shortage.fragments if report.shortage is not None else None
-        had = ProgramMemory(self._observer.place, most, cut or report.fragments)
+        place = self._observer.place
+        ram = host_limit().n_bytes + (report.last.n_bytes if place.type == "cpu" else 0)
+        had = ProgramMemory(place, most, ram, cut or report.fragments)
         return propose(self._observer.program, had, self._config, report.shortage, patience)
 
 

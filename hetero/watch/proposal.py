@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import inspect
 import threading
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from hetero.config import Config, host_limit
+from hetero.config import Config
 from hetero.device import Fragments, accelerator_name
 from hetero.errors import HeteroError
 from hetero.plan.hardware import find, names
@@ -47,6 +47,8 @@ class ProgramMemory(NamedTuple):
     place: torch.device
     most_bytes: int
     """That it was seen to hold."""
+    ram_bytes: int
+    """That it could have: what is free, with its own tensors on a CPU."""
     fragments: Fragments | None
 
 
@@ -69,11 +71,11 @@ def propose(
         name = type(found.model).__name__
         return Proposal("", (KEEPS_GRAPHS.format(name=name, n=found.entry.n_calls),))
     others = sum(row.entry.trains for row in program.plain()) - 1
-    subject, settings = found, settings_for(had, config)
+    subject, ways = found, ways_to_run(had, config, was_short=short is not None)
     made: list[Proposal] = []
     state = torch.get_rng_state()
     thread = threading.Thread(
-        target=lambda: made.append(rehearsed(subject, settings)), name="hetero-watch"
+        target=lambda: made.append(rehearsed(subject, ways, had, config)), name="hetero-watch"
     )
     thread.start()
     thread.join(seconds)
@@ -99,26 +101,40 @@ def of_budget(short: Shortage) -> Proposal:
     return Proposal(line, (f"the model is hetero's already. {short.advice}",))
 
 
-def settings_for(had: ProgramMemory, config: Config) -> dict[str, Any]:
+def ways_to_run(had: ProgramMemory, config: Config, *, was_short: bool) -> list[dict[str, Any]]:
+    """Return the settings to begin with, in the order in which they are tried: in RAM alone, unless
+    that was too small for the program already, and with a drive."""
+    in_ram, on_drive = (settings_for(had, config, drive=drive) for drive in (False, True))
+    return [on_drive] if was_short or in_ram == on_drive else [in_ram, on_drive]
+
+
+def settings_for(had: ProgramMemory, config: Config, *, drive: bool = False) -> dict[str, Any]:
     """Return the settings to begin with: those given, and budgets of what the program had.
 
-    A rehearsal raises a budget that is too small. On a CPU it begins with half of what the program
-    held, and a drive for the rest.
+    A rehearsal raises a budget that is too small. On a CPU with a ``drive`` it begins with half of
+    what the program held, and the drive for the rest.
     """
-    plain = Config()
-    values = ((name, getattr(config, name)) for name in SETTINGS)
-    given = {name: value for name, value in values if value != getattr(plain, name)}
+    given = given_in(config)
     if had.place.type == "cuda":
         given.setdefault("device", "cuda")
         room = had.fragments.free_bytes + had.fragments.reserved_bytes if had.fragments else None
         if room:
             given.setdefault("hbm", room)
-        given.setdefault("host", host_limit().n_bytes)
+        given.setdefault("host", had.ram_bytes)
     elif not given.keys() & PLACED:
-        given.update(device="cpu", host=max(had.most_bytes // 2, 1))
-        given.setdefault("nvme", (DRIVE,))
+        on_drive = drive or "nvme" in given
+        given.update(device="cpu", host=max(had.most_bytes // 2, 1) if on_drive else had.ram_bytes)
+        if on_drive:
+            given.setdefault("nvme", (DRIVE,))
     given.setdefault("profile", profile_of(had.place))
     return given
+
+
+def given_in(config: Config) -> dict[str, Any]:
+    """Return the settings that are no defaults."""
+    plain = Config()
+    values = ((name, getattr(config, name)) for name in SETTINGS)
+    return {name: value for name, value in values if value != getattr(plain, name)}
 
 
 def profile_of(place: torch.device) -> str:
@@ -138,21 +154,40 @@ def profile_of(place: torch.device) -> str:
     return max(alike, key=lambda each: alike[each])
 
 
-def rehearsed(subject: Subject, settings: dict[str, Any]) -> Proposal:
-    """Return the proposal that a rehearsal makes."""
+def rehearsed(
+    subject: Subject, ways: list[dict[str, Any]], had: ProgramMemory, config: Config
+) -> Proposal:
+    """Return the proposal that a rehearsal makes: of the first way that fits, or the last one."""
     try:
-        found = plan(
-            subject.model,
-            given_to(subject.model, *subject.entry.batch),
-            optimizer=subject.optimizer,
-            estimates=False,
-            **settings,
-        )
+        for settings in ways:
+            found = plan(
+                subject.model,
+                given_to(subject.model, *subject.entry.batch),
+                optimizer=subject.optimizer,
+                estimates=False,
+                **settings,
+            )
+            if has_room(found, had):
+                break
     except HeteroError as error:
         return Proposal("", (f"it could not be rehearsed: {error.args[0]}", error.advice))
     except Exception as error:
         return Proposal("", (f"it could not be rehearsed: {type(error).__name__}: {error}",))
-    return Proposal(found.paste, tuple(sentences(found)))
+    return Proposal(without_free(found, had, config).paste, tuple(sentences(found)))
+
+
+def has_room(found: Plan, had: ProgramMemory) -> bool:
+    """Whether a plan for a CPU runs in the RAM that the program could have."""
+    in_ram = sum(row.peak_bytes for row in found.tiers if row.tier != "NVME")
+    return found.fits and in_ram <= had.ram_bytes
+
+
+def without_free(found: Plan, had: ProgramMemory, config: Config) -> Plan:
+    """Return a plan that leaves out the RAM that is free, as `prepare` finds it by itself: a little
+    less may be free by then, and it would refuse the figure."""
+    if config.host is not None or found.settings.get("host") != shown(had.ram_bytes):
+        return found
+    return replace(found, settings={k: v for k, v in found.settings.items() if k != "host"})
 
 
 def given_to(model: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -176,4 +211,6 @@ def sentences(found: Plan) -> list[str]:
             f"{short.tier} was {format_bytes(short.short_bytes)} short at first: the line asks for"
             f" {shown(short.needed_bytes)}"
         )
+    if found.settings.get("nvme") == (DRIVE,):
+        said.append(f"first make the directory {DRIVE}, or name another one on a local drive")
     return said

@@ -27,6 +27,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hetero
 from hetero.cli import main
+from hetero.config import HostLimit
 from hetero.device import process
 from hetero.train.activations.meter import LiveBytes
 from hetero.watch import face, proposal
@@ -651,16 +652,73 @@ def test_a_model_that_the_program_dropped_is_rehearsed(page: Path) -> None:
     assert seen(watched).proposal.line
 
 
+def on_a_cpu(page: Path) -> tuple[Report, Net]:
+    """Watch a program on a CPU; return what was seen, and a model like the program's."""
+    model = Net(width=256)
+    twin = copy.deepcopy(model)
+    with hetero.watch(page) as watched:
+        optimizer = torch.optim.AdamW(model.parameters())
+        for _ in range(3):
+            model(torch.ones(32, 256)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return seen(watched), twin
+
+
+def pasted(line: str, model: nn.Module) -> hetero.Status:
+    """Run a proposed line, and a step; return the status of the model."""
+    found = {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
+    exec(line, {"hetero": hetero}, found)
+    found["model"](torch.ones(32, 256)).sum().backward()
+    found["optimizer"].step()
+    status = hetero.status(found["model"])
+    hetero.release(found["model"], found["optimizer"])
+    return status
+
+
+def test_where_ram_has_room_a_proposal_names_no_drive(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    report, twin = on_a_cpu(page)
+
+    assert "nvme=" not in report.proposal.line and "host=" not in report.proposal.line
+    assert pasted(report.proposal.line, twin).mode == "resident"
+
+
+def test_where_ram_is_too_small_a_proposal_says_to_make_the_directory_first(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(face, "host_limit", lambda: HostLimit(2**10, "a test"))
+    report, twin = on_a_cpu(page)
+    line = report.proposal.line
+
+    assert f"nvme=({proposal.DRIVE!r},)" in line
+    assert f"first make the directory {proposal.DRIVE}" in report.proposal.said[-1]
+    (tmp_path / proposal.DRIVE).mkdir()
+    assert pasted(line, twin).written_bytes > 0
+
+
+def test_a_program_that_ran_out_of_ram_begins_with_a_drive() -> None:
+    had = proposal.ProgramMemory(torch.device("cpu"), 2**30, 2**34, None)
+    (only,) = proposal.ways_to_run(had, hetero.Config(), was_short=True)
+    first, second = proposal.ways_to_run(had, hetero.Config(), was_short=False)
+
+    assert only == second and only["nvme"] == (proposal.DRIVE,) and only["host"] == 2**29
+    assert first["host"] == 2**34 and "nvme" not in first
+
+
 def test_on_cuda_a_rehearsal_begins_with_what_the_program_had(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(proposal, "accelerator_name", lambda: "NVIDIA GeForce RTX 4090")
     cut = process.Fragments(24 * 2**30, 2**30, 21 * 2**30, 0, 0, 0, 0, 0, False)
-    had = proposal.ProgramMemory(torch.device("cuda", 0), 20 * 2**30, cut)
+    had = proposal.ProgramMemory(torch.device("cuda", 0), 20 * 2**30, 2**36, cut)
     begun = proposal.settings_for(had, hetero.Config())
 
     assert begun["profile"] == "rtx4090" and begun["device"] == "cuda"
-    assert begun["hbm"] == 22 * 2**30 and begun["host"] > 0
+    assert begun["hbm"] == 22 * 2**30 and begun["host"] == 2**36
     given = hetero.Config.load(hbm="8GiB", profile="h100-sxm")
     assert proposal.settings_for(had, given)["hbm"] == 8 * 2**30
     assert proposal.settings_for(had, given)["profile"] == "h100-sxm"
