@@ -631,3 +631,25 @@ def test_a_bucket_of_which_nothing_is_saved_is_noted_all_the_same() -> None:
     saving.run()
 
     assert noted == [3, 5] and saving.error is None
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "says"),
+    [("data", [1, 2], "StatefulDataLoader"), ("scheduler", 3, "leave scheduler= out")],
+)
+def test_what_has_no_state_is_refused_before_anything_is_written(
+    name: str, given: Any, says: str, tmp_path: Path
+) -> None:
+    if name == "data":
+        given = torch.utils.data.DataLoader(given)
+    model = nn.Linear(3, 4)
+    model, optimizer = hetero.prepare(model, torch.optim.SGD(model.parameters()), device="cpu")
+
+    with pytest.raises(hetero.ConfigError, match=f"{name}= has no state_dict") as saving:
+        hetero.save_checkpoint(tmp_path / "saved", model, optimizer, **{name: given})
+    assert says in saving.value.advice and not (tmp_path / "saved").exists()
+    hetero.save_checkpoint(tmp_path / "saved", model, optimizer)
+    with pytest.raises(hetero.ConfigError, match=f"{name}= has no state_dict") as loading:
+        hetero.load_checkpoint(tmp_path / "saved", model, optimizer, **{name: given})
+    assert says in loading.value.advice
+    hetero.save_checkpoint(tmp_path / "saved", model, optimizer, step=1)  # nothing is broken

@@ -36,7 +36,7 @@ from hetero.checkpoint.checks import (
 )
 from hetero.checkpoint.names import Names, OwnEntries, check_taken, names_of
 from hetero.checkpoint.reader import CheckpointReader
-from hetero.checkpoint.save import KINDS, HasState, check_pair, rng_state
+from hetero.checkpoint.save import KINDS, HasState, check_keepers, check_pair, rng_state
 from hetero.checkpoint.together import together
 from hetero.checkpoint.values import decode
 from hetero.checkpoint.verify import read_all
@@ -95,6 +95,7 @@ def load_checkpoint(
         NoCheckpoint: there is none; CheckpointCorrupt: it is damaged, and the advice names the
             newest good one; CheckpointMismatch: it is of another model, optimizer or precision, and
             nothing was changed; UnsafeCheckpoint, CheckpointTooNew, StorageError.
+        ConfigError: a ``scheduler`` or ``data`` has no ``load_state_dict``.
 
     Example:
         >>> import torch, hetero
@@ -111,6 +112,7 @@ def load_checkpoint(
         found: list[Checked] = []
 
         def check() -> bytes:
+            check_keepers(scheduler=scheduler, data=data)
             reader = files.enter_context(CheckpointReader.open(directory, step, io))
             found.append(checked(engine, reader, scheduler, data, kinds, names))
             read_all(reader, comm.rank, comm.size)  # ranks share the work

@@ -117,7 +117,8 @@ def save_checkpoint(
             have to see it.
         model, optimizer: as `hetero.prepare` returned them.
         extra: numbers, strings, bytes, lists, tuples, dicts, tensors; `load_checkpoint` returns it.
-        scheduler, data: objects with ``state_dict``: a learning-rate scheduler, a dataloader.
+        scheduler, data: objects with ``state_dict`` and ``load_state_dict``: a learning-rate
+            scheduler, a dataloader that keeps its place (torchdata's ``StatefulDataLoader``).
         step: N; None: the optimizer steps made.
         keep_last: number of checkpoints to keep in ``directory``; None: all of them.
         asynchronous: return at once, and write while training goes on; errors come from `wait`.
@@ -126,7 +127,8 @@ def save_checkpoint(
         io: the access to files; tests pass one that fails.
 
     Raises CheckpointError if ``step-N`` exists, DiskFull and other StorageErrors; older checkpoints
-    are then unchanged. ConfigError for an ``extra`` of other types.
+    are then unchanged. ConfigError for an ``extra`` of other types, and a ``scheduler`` or ``data``
+    without the two methods.
 
     Example:
         >>> import torch, hetero
@@ -146,6 +148,7 @@ def save_checkpoint(
     plan = Plan(comm, names_of(engine))
 
     def prepare() -> bytes:
+        check_keepers(scheduler=scheduler, data=data)
         engine.residence.quiesce()  # updates may go on
         engine.setup.masters.follow_for_now()
         # 1. take all small values now, and list the tensors
@@ -254,6 +257,27 @@ def check_pair(engine: Engine, optimizer: Optimizer | None) -> None:
             else "the model was prepared with an optimizer, which is not given",
             advice="pass both as hetero.prepare returned them",
         )
+
+
+def check_keepers(**given: Any) -> None:
+    """Refuse a scheduler or a dataloader without the two methods of `HasState`."""
+    for name, each in given.items():
+        lacking = [
+            method
+            for method in ("state_dict", "load_state_dict")
+            if not callable(getattr(each, method, None))
+        ]
+        if each is not None and lacking:
+            advice = f"pass an object with state_dict and load_state_dict, or leave {name}= out"
+            if name == "data":
+                advice += (
+                    ": torchdata's StatefulDataLoader has them, and accelerate's loaders do with"
+                    " use_stateful_dataloader=True"
+                )
+            raise ConfigError(
+                f"{name}= has no {' and no '.join(lacking)}: it is a {type(each).__name__}",
+                advice=advice,
+            )
 
 
 def meta_of(
