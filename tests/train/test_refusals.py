@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -410,3 +411,19 @@ def test_a_unit_has_the_first_name_of_its_module_alone() -> None:
     with pytest.raises(ConfigError, match="units: '2' matches no module"):
         hetero.prepare(model, device="cpu:sim", hbm=100_000, units=["2"])
     hetero.release(hetero.prepare(model, device="cpu:sim", hbm=100_000, units=["0"]))
+
+
+@pytest.mark.parametrize("nvme", [False, True])
+def test_an_hbm_that_takes_the_ram_of_homes_is_to_be_lowered(nvme: bool, tmp_path: Path) -> None:
+    model = Stack(4)
+    error = refused(
+        *(BudgetError, "0 B are there", model, adamw(model)),
+        hbm="1PiB",
+        nvme=str(tmp_path) if nvme else None,
+    )
+
+    assert "raise host=" not in error.advice
+    found = re.search(r"lower hbm=.* to at most (\d+) bytes", error.advice)
+    assert found is not None
+    most = int(found[1]) - 2**30  # of a machine whose free memory changes
+    hetero.release(*hetero.prepare(model, adamw(model), device="cpu", hbm=most))

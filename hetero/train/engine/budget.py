@@ -6,7 +6,8 @@ Activations are not known before the first step, which therefore runs with the f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
@@ -167,6 +168,8 @@ class Memory(NamedTuple):
 
     hbm: int | None
     host: int
+    beside: int | None = None
+    """RAM of which hbm= takes its part, and leaves ``host``; None: it leaves host= alone."""
 
 
 def decide(
@@ -196,6 +199,16 @@ def decide(
     memory, stays = agreed_memory(model, config, device, plan, buffers, comm)
     slack = max(0, (free_hbm(model, device) or 0) - (memory.hbm or 0))
     budget = Budget(plan, memory.hbm, buffers, stays=stays, slack_bytes=slack, sums=sums)
+    with weighing_hbm(memory, plan.least_bytes + buffers):
+        place_homes(budget, memory, config, device, extent_numel)
+    return budget
+
+
+def place_homes(
+    budget: Budget, memory: Memory, config: Config, device: Device, extent_numel: int | None
+) -> None:
+    """Decide which homes are on HBM, in RAM and on disk; BudgetError if they find no room."""
+    plan, stays = budget.plan, budget.stays
     way = bool(config.nvme) and config.activations == "offload"
     if not stays:
         check_hbm(budget)
@@ -214,7 +227,6 @@ def decide(
             budget.ram_bytes = memory.host if config.host is None else None
         whole = plan.home_bytes + passing_bytes(plan) - total_bytes(budget.on_hbm)
         budget.host_bytes = whole if budget.spill is None else budget.spill.host_bytes
-    return budget
 
 
 def needed_on_hbm(
@@ -296,7 +308,24 @@ def available(
         homes = plan.home_bytes + passing_bytes(plan) if config.host is None else host
         left, least = ram - homes, 2 * plan.least_bytes + buffer_bytes
         hbm = min(hbm, max(left if left >= least else ram // CPU_FRAMES, least))
-    return Memory(hbm, max(0, ram - hbm) if config.host is None else host)
+    if config.host is not None:
+        return Memory(hbm, host)
+    return Memory(hbm, max(0, ram - hbm), None if config.hbm is None else ram)
+
+
+@contextmanager
+def weighing_hbm(memory: Memory, least_bytes: int) -> Iterator[None]:
+    """Where hbm= left too little RAM, advise to lower it, if more than the ``least_bytes`` stay."""
+    try:
+        yield
+    except BudgetError as error:
+        most = (memory.beside or 0) - error.needed_bytes
+        if error.tier == Tier.HOST.name and most >= least_bytes:
+            error.advice = (
+                "lower hbm=, which is RAM here and leaves the rest of it to HOST, to at most"
+                f" {most} bytes"
+            )
+        raise
 
 
 def ram_bytes(model: nn.Module, limit: HostLimit, n_local: int) -> int:
