@@ -8,7 +8,7 @@ arena then gets memory of its own, counted in ``limit`` and given back before an
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 import torch
 
@@ -307,3 +307,12 @@ class Arena:
             tier="HBM",
             needed_bytes=(self._ledger.budgets.get(Tier.HBM) or have) + more,
         )
+
+    def budget_for(self, ids: Collection[int]) -> int:
+        """Return a budget of HBM under which buckets find frames next to what is held."""
+        held = [r.bucket for r in self.replicas.values() if not r.may_leave]
+        beside = [bucket for bucket in held if bucket.id not in ids]
+        wanted = [self._layout.buckets[bucket_id] for bucket_id in ids]
+        short = sum(bucket.granules for bucket in (*wanted, *beside)) - self.limit
+        now = self._ledger.budgets.get(Tier.HBM) or self.limit * self._layout.chunk_numel
+        return now + max(0, short) * self._layout.chunk_numel

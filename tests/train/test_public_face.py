@@ -156,9 +156,24 @@ def test_gathering_more_than_fits_is_a_budget_error() -> None:
     plain, _, model, _ = pair(hbm=30_000)
     with pytest.raises(hetero.BudgetError) as caught, hetero.gathered(model):
         pass
-    assert caught.value.needed_bytes > 0
+    assert "gather fewer parameters at a time" in caught.value.advice
     with torch.no_grad():
         assert torch.equal(plain(data()), model(data()))
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+def test_the_budget_that_a_gather_asks_for_is_enough_at_once(steps: int) -> None:
+    _, _, small, optimizer = pair(hbm=40_000)
+    train(small, optimizer, range(steps))
+    with pytest.raises(hetero.BudgetError) as caught, hetero.gathered(small):
+        pass
+    assert f"hbm= to at least {caught.value.needed_bytes} bytes" in caught.value.advice
+
+    plain, plain_optimizer, model, optimizer = pair(hbm=caught.value.needed_bytes)
+    train(plain, plain_optimizer, range(steps))
+    train(model, optimizer, range(steps))
+    with hetero.gathered(model):
+        same([*plain.parameters()], [p.clone() for p in model.parameters()], "all gathered")
 
 
 def test_release_gives_back_a_plain_model_and_optimizer(device: Any) -> None:

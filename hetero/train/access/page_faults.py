@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Protocol
 from weakref import WeakMethod
 
@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from hetero.device import ALONE, use_count
-from hetero.errors import StateError
+from hetero.errors import OutOfMemory, StateError
 from hetero.internals import tree_iter
 from hetero.memory.layout import Segment
 from hetero.memory.manager import ANY, Positions
@@ -198,7 +198,7 @@ class PageFaults:
         homes = {self.index[id(p)]: self._pages.home(p) for p in params}
         buckets = tuple(dict.fromkeys(bucket for bucket, _ in homes.values()))
         self._runtime.quiesce()
-        with self._runtime.lend(buckets, "gathered"):
+        with self._lent(buckets):
             before = versions(homes)
             with self._pages.not_stepped(before):
                 yield
@@ -213,6 +213,24 @@ class PageFaults:
         with own_mode():
             for bucket in buckets:
                 manager.flush_and_wait(bucket)
+
+    @contextmanager
+    def _lent(self, buckets: Sequence[int]) -> Iterator[None]:
+        """Hold buckets inside a block; if they find no room, say what all of them would need."""
+        with ExitStack() as lent:
+            try:
+                lent.enter_context(self._runtime.lend(buckets, "gathered"))
+            except OutOfMemory as error:
+                if len(buckets) > 1:
+                    least = self._pages.manager.arena.budget_for(buckets)
+                    error.needed_bytes = max(error.needed_bytes, least)
+                    error.advice = (
+                        "gather fewer parameters at a time, as those of one module"
+                        " (hetero.gathered(module)): all that are gathered need room in hbm at"
+                        f" once; or raise hbm= to at least {error.needed_bytes} bytes"
+                    )
+                raise
+            yield
 
     @in_own_mode
     def _undo(self, changed: Sequence[tuple[int, Segment]]) -> None:
