@@ -7,7 +7,9 @@ load them, mapped in the dtype of the files, and hetero copies them home one by 
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import importlib.util
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -91,6 +93,12 @@ def from_pretrained(
             "from_pretrained(prepare=False) with an optimizer or settings",
             advice="give them to hetero.prepare(model, optimizer, ...)",
         )
+    if optimizer is not None and not callable(optimizer):
+        raise ConfigError(
+            f"optimizer= of from_pretrained is a {type(optimizer).__name__}, not a function:"
+            " the parameters are not there yet",
+            advice="pass what makes one, as optimizer=lambda params: torch.optim.AdamW(params)",
+        )
     ready = Config.load(config, **settings)  # find mistakes before loading anything
     model = load(str(name), model_class, given)
     if not prepare:
@@ -115,6 +123,9 @@ def load(name: str, model_class: Any, given: dict[str, Any]) -> nn.Module:
                 advice="name a directory with config.json and safetensors, or a model on the Hub"
                 " that this machine can reach or has in its cache",
             ) from error
+        except TypeError as error:
+            refuse_misspelt(error, given)
+            raise
         except RuntimeError as error:
             said = mismatches(error, stream)
             if not said:
@@ -125,6 +136,18 @@ def load(name: str, model_class: Any, given: dict[str, Any]) -> nn.Module:
                 " ignore_mismatched_sizes=True to begin these tensors anew",
             ) from error
     return model
+
+
+def refuse_misspelt(error: TypeError, given: Mapping[str, Any]) -> None:
+    """Raise ConfigError if a model refuses a keyword that is nearly a setting of hetero's."""
+    found = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+    name = found[1] if found is not None else ""
+    near = difflib.get_close_matches(name, KNOWN, n=1)
+    if name in given and near:
+        raise ConfigError(
+            f"unknown setting {name!r}, did you mean {near[0]}?",
+            advice="the model takes no such argument either",
+        ) from error
 
 
 def staying_in_files() -> AbstractContextManager[Any]:

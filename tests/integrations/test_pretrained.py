@@ -397,3 +397,24 @@ def test_loading_takes_the_homes_and_hardly_more(tmp_path: Path) -> None:
 
     assert homes > 100 * 2**20
     assert peak <= homes + arena + 2 * 8 * 2**20
+
+
+def test_a_misspelt_setting_is_told_and_what_only_the_model_lacks_is_not_ours(
+    tmp_path: Path,
+) -> None:
+    saved(gpt2, tmp_path)
+
+    with pytest.raises(ConfigError, match="unknown setting 'hmb', did you mean hbm"):
+        hetero.from_pretrained(tmp_path, device="cpu:sim", hmb="1MiB")
+    with pytest.raises(TypeError, match="unexpected keyword argument 'colour'"):
+        hetero.from_pretrained(tmp_path, device="cpu:sim", colour=3)
+    model = hetero.from_pretrained(tmp_path, device="cpu:sim", attn_implementation="eager")
+    assert model.config._attn_implementation == "eager"
+
+
+def test_an_optimizer_in_place_of_a_function_is_refused(tmp_path: Path) -> None:
+    other = torch.optim.SGD(nn.Linear(2, 2).parameters())
+
+    with pytest.raises(ConfigError, match="is a SGD, not a function") as caught:
+        hetero.from_pretrained(tmp_path / "not looked at", optimizer=other)  # type: ignore[arg-type]
+    assert "lambda params" in caught.value.advice
