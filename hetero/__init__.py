@@ -20,6 +20,7 @@ from hetero.errors import (
 from hetero.version import __version__
 
 if TYPE_CHECKING:
+    from hetero import optim as optim
     from hetero.api import backward, empty_init, gathered, no_sync, prepare, release
     from hetero.checkpoint.load import load_checkpoint
     from hetero.checkpoint.save import Save, save_checkpoint
@@ -64,6 +65,8 @@ def __getattr__(name: str) -> Any:
     """Import torch-bound names on first use, so that ``hetero --help`` does not load torch."""
     import importlib
 
+    if name == "optim":  # a module
+        return importlib.import_module("hetero.optim")
     if name not in _LAZY:
         raise AttributeError(f"module 'hetero' has no attribute {name!r}")
     try:
@@ -90,7 +93,7 @@ def _absent(name: str, library: str) -> Any:
 
 def __dir__() -> list[str]:
     """Return the public names, of which most are imported on first use."""
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, "optim"})
 
 
 class _Face(ModuleType):

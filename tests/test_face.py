@@ -6,6 +6,7 @@ import doctest
 import inspect
 import json
 import logging
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,13 @@ def test_a_module_of_ours_that_is_broken_is_no_missing_extra(
     monkeypatch.setitem(hetero._LAZY, "trainer", "hetero.integrations.not_there")
     with pytest.raises(ModuleNotFoundError):
         hetero.__getattr__("trainer")
+
+
+def test_the_optimizers_are_there_and_imported_on_first_use() -> None:
+    told = "import sys, hetero; print('torch' in sys.modules, hetero.optim.Lion.__name__)"
+    done = subprocess.run([sys.executable, "-c", told], capture_output=True, text=True, check=True)
+
+    assert done.stdout == "False Lion\n" and "optim" in dir(hetero)
 
 
 # -- types ---------------------------------------------------------------------------------------
