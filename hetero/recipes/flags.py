@@ -114,7 +114,7 @@ def taken(args: list[str], values: Mapping[str, bool]) -> int:
 
 
 SETTING = re.compile(
-    r"""(?<![\w.(-])(\w+)=(?:(['"])([^'"\s]*)\2|(\d[\w.]*|True|False|None)(?!\w))?"""
+    r"""(?<![\w.(-])(\w+)=(?:(['"])([^'"\s]*)\2|(-?\d[\w.]*|True|False|None)(?!\w))?"""
 )
 """A setting in a sentence, as hbm=, hbm='20GiB' or lr=0.1; one in a call stays Python's."""
 
@@ -127,8 +127,8 @@ def as_flags(text: str, command: click.Command) -> str:
         if match[1] not in known:
             return match[0]
         value = match[3] if match[2] else match[4]
-        if value in (None, "True"):
-            return known[match[1]]
+        if value in (None, "True"):  # what follows hbm= in a sentence, or is a value of no number
+            return known[match[1]] + " " * text[match.end() :].startswith(("{", "[", "("))
         return f"{known[match[1]]} {shlex.quote(value)}"
 
     return SETTING.sub(flag, text)

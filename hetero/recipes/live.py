@@ -39,7 +39,7 @@ def banner(console: Console, start: RunStart) -> None:
         ("device", f"{start.device}{SIMULATED * (start.device == 'cpu:sim')}, {start.mode}"),
         *((each.tier, f"{size(each.n_bytes)} ({each.why})") for each in start.budgets),
         ("saves", f"in {start.folder}, every {start.save_every} steps; {start.keep} stay"),
-        *([("writes", writes(start))] if start.disks and not start.is_over else []),
+        *([("writes", writes(start))] if may_write(start) else []),
         ("steps", steps(start)),
         *([] if start.is_over else [("", FIRST_STEPS)]),
     ]
@@ -49,6 +49,11 @@ def banner(console: Console, start: RunStart) -> None:
 
 def size(n_bytes: int | None) -> str:
     return "no limit" if n_bytes is None else format_bytes(n_bytes)
+
+
+def may_write(start: RunStart) -> bool:
+    """Whether steps are to come that write states to a drive, as far as is known."""
+    return bool(start.disks) and not start.is_over and start.step_write_bytes != 0
 
 
 def writes(start: RunStart) -> str:

@@ -172,6 +172,7 @@ def test_a_banner_without_disks_writes_nothing_but_checkpoints() -> None:
 
     assert "device  cuda, resident" in said
     assert not any(line.startswith("writes") for line in said)
+    assert told(disks=("x",), step_write_bytes=0) == told(disks=())
     assert "states to x, y, anew in each step" in told(disks=("x", "y"), step_write_bytes=None)[7]
 
 

@@ -83,6 +83,8 @@ def test_options_at_the_beginning_are_counted_with_their_values() -> None:
         ("raise hbm= to 155453444 bytes", "raise --hbm to 155453444 bytes"),
         ("set pinned=512MiB, or activations='auto'", "set --pinned 512MiB, or --activations auto"),
         ("nvme_bytes='1 TiB' is little", "nvme_bytes='1 TiB' is little"),  # no option of its own
+        ("hbm=-1 has to be above 0", "--hbm -1 has to be above 0"),
+        ("pinned={'a': 2}: no size", "--pinned {'a': 2}: no size"),
         ("fused_loss=True helps", "--fused-loss helps"),
         ("updates='backward': loss=, n_x=3", "updates='backward': loss=, n_x=3"),
         ("as profile='profiles/<host>.toml'", "as --profile 'profiles/<host>.toml'"),
