@@ -80,7 +80,8 @@ def linear_cross_entropy(
         chunk_tokens: tokens at once; None: as many as make 64 MiB of logits, or half the bytes of
             the weight's gradient if that is more.
 
-    Raises ConfigError for shapes, dtypes or options that do not fit together.
+    Raises ConfigError for shapes, dtypes or options that do not fit together, and on a CPU for a
+    label that is out of range.
 
     Example:
         >>> import torch, hetero

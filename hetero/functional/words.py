@@ -49,7 +49,15 @@ class AllWords:
         self.n, self.n_parts = n, 1
 
     def read(self, logits: torch.Tensor, labels: torch.Tensor, *, smooth: bool) -> Read:
-        chosen = logits.gather(-1, labels[:, None])[:, 0]
+        try:
+            chosen = logits.gather(-1, labels[:, None])[:, 0]
+        except RuntimeError as error:  # on a CPU; a look at the labels would wait for a device
+            if "out of bounds" not in str(error):
+                raise
+            raise ConfigError(
+                f"a label is no word of the head's {logits.shape[-1]}: {error}",
+                advice="labels lie in [0, V), or are ignore_index",
+            ) from error
         return Read(torch.logsumexp(logits, -1), chosen, logits.mean(-1) if smooth else None)
 
     def add(self, d: torch.Tensor, labels: torch.Tensor, amount: float) -> None:

@@ -189,6 +189,8 @@ def test_half_precision_sums_in_fp32_and_autocast_casts() -> None:
     [
         ("do not fit", {"labels": torch.zeros(5, dtype=torch.int64)}),
         ("int64", {"labels": torch.zeros(4)}),
+        ("label is no word of the head's 7", {"labels": torch.tensor([0, 7, 1, 2])}),
+        ("label is no word of the head's 7", {"labels": torch.tensor([0, -5, 1, 2])}),
         ("reduction", {"reduction": "median"}),
         ("label_smoothing", {"label_smoothing": 1.5}),
         ("bias", {"bias": torch.zeros(3)}),
