@@ -37,7 +37,8 @@ from hetero.train.model.binding import read_data, without_faults
 
 FUNCTORCH = (
     "functorch transforms (torch.func.grad, vmap, ...) do not see paged parameters",
-    "use plain autograd, transform inside hetero.gathered(...), or hetero.release the model first",
+    "use plain autograd; transform a copy.deepcopy of the model, which is plain; or, inside"
+    " hetero.gathered(...), a function of the weights that calls none of its modules",
 )
 TRACING = (
     "a tracer (torch.jit.trace, make_fx) of a paged model would keep the memory of this moment for"
