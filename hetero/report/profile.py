@@ -24,7 +24,7 @@ from hetero.plan.hardware import find, sha256
 from hetero.plan.machine import MachineProfile
 from hetero.report.allocations import StepAllocations
 from hetero.report.plain import watch
-from hetero.report.run import EVENTS, META, BucketMeta, Meta, Recorder, Run
+from hetero.report.run import BucketMeta, Meta, Recorder, Run
 from hetero.status import axes_of, update_place
 from hetero.train.engine.engine import Engine
 from hetero.train.model.units import MARK
@@ -97,13 +97,12 @@ def profile(
     Args:
         model: any module on one device, not compiled, not wrapped for several devices.
         directory: for the run's files, made where it is missing; None: a new one for temporary
-            files.
+            files. A recording that is there moves to a directory inside, ``earlier-1``.
         optimizer: the model's, so that states it has already are counted from the beginning.
         plan: the result of `hetero.plan`, which the report compares with the measurement.
 
     Raises:
-        ConfigError: for a model or an optimizer that cannot be watched, and a directory that has a
-            recording: nothing is overwritten.
+        ConfigError: for a model or an optimizer that cannot be watched.
         StateError: inside another such block.
         StorageError: the files cannot be written; a later failure is raised when the block ends.
 
@@ -115,8 +114,6 @@ def profile(
         >>> run.load().meta.model
         'Linear'
     """
-    if directory is not None:
-        check_free(Path(directory))
     with _alone(), _watching(model, optimizer) as (log, described):
         folder = Path(directory or tempfile.mkdtemp(prefix="hetero-run-"))
         began = f"{datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC"
@@ -132,16 +129,6 @@ def profile(
         finally:
             recorder.close()
             recorder.write_meta(meta())  # a step may have made more of it resident
-
-
-def check_free(folder: Path) -> None:
-    """Refuse a directory that has a recording."""
-    if (folder / META).exists() or (folder / EVENTS).exists():
-        raise ConfigError(
-            f"{folder} holds a recording already",
-            advice=f"name another directory, or delete {META} and {EVENTS} there: a recording"
-            " overwrites nothing",
-        )
 
 
 @contextmanager

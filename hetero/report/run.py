@@ -8,6 +8,7 @@ its last moments.
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 import threading
 import zlib
@@ -27,7 +28,7 @@ from hetero.report.values import VALUES, Value, append_values, read_values
 from hetero.report.words import COPY_LANES
 
 SCHEMA = 1
-META, EVENTS = "meta.json", "events.jsonl.gz"
+META, EVENTS, EARLIER = "meta.json", "events.jsonl.gz", "earlier"
 PERIOD_SECONDS = 0.05  # between two reads of the ring
 COLUMNS = Event._fields
 TYPES = tuple(get_type_hints(Event).values())
@@ -307,6 +308,18 @@ def storing(path: str | Path) -> Iterator[None]:
         raise failed("write", error, str(path)) from error
 
 
+def put_aside(folder: Path) -> None:
+    """Move the recording that a directory has to one of its own inside: no recording is lost to a
+    script that runs twice."""
+    found = [name for name in (META, EVENTS, VALUES) if (folder / name).exists()]
+    if not found:
+        return
+    aside = next(p for n in itertools.count(1) if not (p := folder / f"{EARLIER}-{n}").exists())
+    aside.mkdir()
+    for name in found:
+        (folder / name).replace(aside / name)
+
+
 class Recorder:
     """Writes a log's events from a thread; opening and `close` raise StorageError."""
 
@@ -318,7 +331,7 @@ class Recorder:
         self._failed: OSError | None = None
         with storing(self.directory):
             make_folder(self.directory, mode=0o777).close()  # checkpoints may lie in it
-            (self.directory / VALUES).unlink(missing_ok=True)  # of an earlier recording
+            put_aside(self.directory)
             self.write_meta(meta)
             self._file = gzip.GzipFile(self.directory / EVENTS, "wb", compresslevel=1)
         self._thread = threading.Thread(target=self._go, name="hetero-events", daemon=True)

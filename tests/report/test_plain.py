@@ -861,21 +861,19 @@ def test_a_part_of_a_prepared_model_is_refused() -> None:
     hetero.release(model, optimizer)
 
 
-def test_a_recording_is_not_overwritten(tmp_path: Path) -> None:
+def test_a_recording_is_not_lost_to_the_next_one(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("other files do not matter")
-    model = mlp()
-    with hetero.profile(model, tmp_path):
-        model(torch.ones(2, WIDE)).sum().backward()
-    written = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    model, kept = mlp(), []
+    for number in (1, 2, 3):
+        with hetero.profile(model, tmp_path) as run:
+            model(torch.ones(2, WIDE)).sum().backward()
+            run.note(number=number)
+        kept.append((tmp_path / "events.jsonl.gz").read_bytes())
 
-    with (
-        pytest.raises(hetero.ConfigError, match="recording already") as caught,
-        hetero.profile(model, tmp_path),
-    ):
-        pass
-
-    assert str(tmp_path) in str(caught.value) and "name another directory" in caught.value.advice
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == written
+    folders = [tmp_path / "earlier-1", tmp_path / "earlier-2", tmp_path]
+    assert [(folder / "events.jsonl.gz").read_bytes() for folder in folders] == kept
+    assert [Run.load(folder).values[0].value for folder in folders] == [1, 2, 3]
+    assert (tmp_path / "notes.txt").exists()
 
 
 def test_what_no_module_made_has_the_lines_that_made_it(tmp_path: Path) -> None:
