@@ -71,7 +71,7 @@ class Case:
         """Where the host may wait for the device in a step."""
         found = ALWAYS | RANKS
         if "max_grad_norm" in self.settings:
-            found |= CLIPPING_RANKS
+            found |= CLIPPING_RANKS | ({STAGED} if self.gathers else set())
         if self.settings.get("activations") == "offload":
             found |= OFFLOADING
         if "nvme" in self.settings:
