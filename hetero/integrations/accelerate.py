@@ -45,6 +45,7 @@ from hetero.integrations.prepared import (
     trains,
 )
 from hetero.integrations.refusals import (
+    even_inputs,
     refuse_early,
     refuse_hook,
     refuse_parts,
@@ -363,6 +364,8 @@ class HeteroAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no
             parameters = params
         clipped: torch.Tensor | None = super().clip_grad_norm_(parameters, max_norm, norm_type)
         return clipped
+
+    join_uneven_inputs = even_inputs
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Unscale gradients; hetero's own scale is never in them."""

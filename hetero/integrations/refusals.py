@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -42,6 +43,22 @@ def refuse_early(config: Config, n_passes: int, n_processes: int) -> None:
             f" {n_processes} processes: gradients are whole after the last pass only",
             advice="leave updates= at 'step'",
         )
+
+
+@contextmanager
+def even_inputs(
+    accelerator: Any, joinables: Any, even_batches: bool | None = None
+) -> Iterator[None]:
+    """Do as `accelerate.Accelerator.join_uneven_inputs` where batches are even, and refuse others
+    on several devices: torch's Join lets wrappers of its own make a lost process's calls."""
+    even = accelerator.even_batches if even_batches is None else even_batches
+    if accelerator.multi_device and not (even and accelerator.even_batches):
+        raise ConfigError(
+            "join_uneven_inputs with uneven batches: processes average gradients together, and one"
+            " that has no batch left would not come",
+            advice="leave even_batches at True, under which the first samples come again",
+        )
+    yield
 
 
 def refuse_parts(model: nn.Module, n_processes: int) -> None:

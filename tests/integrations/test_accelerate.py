@@ -583,3 +583,17 @@ def test_an_optimizer_of_no_model_is_refused() -> None:
 def test_a_plugin_of_somebody_else_is_refused() -> None:
     with pytest.raises(ConfigError, match="fsdp_plugin"):
         ours(fsdp_plugin=object())
+
+
+def test_uneven_inputs_are_refused_on_several_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """accelerate gave the model to torch's Join, which asked it for a hook that it has not."""
+    accelerator = HeteroAccelerator(cpu=True, hetero_plugin={"hbm": HBM})
+    model = accelerator.prepare(nn.Linear(4, 4))
+    monkeypatch.setattr(HeteroAccelerator, "multi_device", True)
+    with accelerator.join_uneven_inputs([model]):
+        model(torch.ones(2, 4))
+    with (
+        pytest.raises(ConfigError, match="uneven batches"),
+        accelerator.join_uneven_inputs([model], even_batches=False),
+    ):
+        pass
