@@ -26,6 +26,7 @@ def on_a_rank(rank: int, program: Program, one_sided: bool) -> tuple[Values, int
     torch.manual_seed(0)
     loop = OnARank(rank, HBM_BYTES[program], one_sided=one_sided)
     found = program(loop)
+    torch.distributed.barrier()  # a slower rank may still read this one's states
     return found, sum(hetero.status(model).evictions for model in loop.models)
 
 

@@ -174,8 +174,25 @@ def shares_one_and_clips(model: Any, optimizer: Any, backward: Callable[[int], N
     (clip or (lambda most: nn.utils.clip_grad_norm_(model.parameters(), most)))(1e-3)
 
 
+def shares_one_to_which_a_pass_adds(
+    model: Any, optimizer: Any, backward: Callable[[int], None]
+) -> None:
+    first, second = model[0][0].weight, model[1][0].weight
+    second.grad = first.grad
+    first.grad.view(-1)
+    backward(1)
+    second.grad.mul_(2)
+
+
 @pytest.mark.parametrize(
-    "act", [scales_what_it_holds, scales_data_that_it_holds, shares_one, shares_one_and_clips]
+    "act",
+    [
+        scales_what_it_holds,
+        scales_data_that_it_holds,
+        shares_one,
+        shares_one_and_clips,
+        shares_one_to_which_a_pass_adds,
+    ],
 )
 def test_gradients_that_are_held_or_shared_are_one_tensor_each(act: Act) -> None:
     def trained(optimizer: Any, model: Any) -> list[torch.Tensor]:

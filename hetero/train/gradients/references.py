@@ -48,9 +48,11 @@ class References:
         return storage_uses(storage) > ALONE + n_siblings
 
     def is_shown(self, param: torch.Tensor, parts: Parts) -> bool:
-        """Whether the user's code refers to ``param.grad``, a gradient at home, or to another
-        object that shows it (`p.grad.data`)."""
-        return _holders(param) > self._of_object or _slot_uses(parts.grad(param)) > self._of_slot
+        """Whether the user's code, or another parameter, refers to ``param.grad``, a gradient at
+        home, or to another object that shows it (`p.grad.data`)."""
+        if _holders(param) > self._of_object or _uses(get_grad(param)) > self._of_tensor:
+            return True
+        return _slot_uses(parts.grad(param)) > self._of_slot
 
     def may_change(self, addend: torch.Tensor) -> bool:
         """Whether autograd or a user may still write to an addend."""
