@@ -31,6 +31,7 @@ from hetero.checkpoint.save import (
 from hetero.checkpoint.values import decode, decode_inside, decode_scalars, dtype_named
 from hetero.device import check_accelerator_rng, checked_rng
 from hetero.errors import CheckpointCorrupt, CheckpointError, CheckpointMismatch
+from hetero.train.engine.alike import MEMBERS
 from hetero.train.engine.engine import Engine
 from hetero.train.engine.snapshot import Name, read_box
 from hetero.train.engine.state_dict import Scalars, parts_of
@@ -161,7 +162,8 @@ def check_values(engine: Engine, saved: SavedValues) -> None:
         return
     for group, settings in zip(engine.optimizer.param_groups, saved.groups, strict=True):
         for key, value in settings.items():
-            if key == "params" or (key in group and not alike(group[key], value)):
+            other = key in group and key not in MEMBERS and not alike(group[key], value)
+            if key == "params" or other:
                 raise ValueError(f"the setting {key} is {value!r}")
     for name, state in saved.scalars.items():
         for key, value in state.items():

@@ -47,6 +47,7 @@ from hetero.errors import CheckpointError, CheckpointMismatch, DivergenceError
 from hetero.io import IO
 from hetero.members import Members
 from hetero.modes import in_own_mode
+from hetero.train.engine.alike import MEMBERS
 from hetero.train.engine.engine import Engine
 from hetero.train.engine.snapshot import Part
 from hetero.train.engine.state_dict import (
@@ -326,7 +327,7 @@ def restore(engine: Engine, saved: SavedValues) -> None:
                 mine = group.get(key)
                 if isinstance(mine, torch.Tensor) and isinstance(value, torch.Tensor):
                     mine.copy_(value)  # a scheduler may hold it
-                else:
+                elif key not in MEMBERS:  # of which older checkpoints have names
                     group[key] = value
     comm = engine.setup.comm  # of which all ranks of a tensor have one number: they draw the same
     if comm.rank and saved.own_rng is None:

@@ -35,7 +35,7 @@ from hetero.errors import ConfigError, DivergenceError, StateError
 from hetero.io import IO, Folder, make_folder
 from hetero.members import Members
 from hetero.memory.layout import Bucket
-from hetero.train.engine.alike import settings_of
+from hetero.train.engine.alike import MEMBERS, settings_of
 from hetero.train.engine.engine import Engine
 from hetero.train.engine.snapshot import Name, Part, Saving, of_tensor
 from hetero.train.engine.state_dict import Scalars, counted_at_close, parts_of, scalars_of
@@ -299,7 +299,7 @@ def meta_of(
         "scheduler": None if scheduler is None else scheduler.state_dict(),
         "data": None if data is None else data.state_dict(),
         "rng": rng_state(engine),
-        "groups": [{k: v for k, v in group.items() if k != "params"} for group in groups],
+        "groups": [{k: v for k, v in group.items() if k not in MEMBERS} for group in groups],
         "scaler": None if engine.scaler is None else engine.scaler.state_dict(),
     }
     return {

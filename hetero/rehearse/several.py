@@ -47,6 +47,6 @@ def row_of(scene: Scene, n_ranks: int, tokens: float) -> WhatIf:
 def shared(config: Config, n_ranks: int) -> Config:
     """Return the settings of one of the ranks that share a model and a machine."""
     given: dict[str, Any] = {name: getattr(config, name) for name in OF_THE_MACHINE}
-    parts = {name: n // n_ranks for name, n in given.items() if n is not None}
+    parts = {name: max(1, n // n_ranks) for name, n in given.items() if n is not None}
     # ranks refuse updates in backward: a gradient is the sum of all of them
     return Config.load(config, mesh={SHARD: n_ranks}, updates="step", **parts)

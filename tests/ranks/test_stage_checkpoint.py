@@ -202,6 +202,20 @@ def test_settings_of_one_stage_alone_are_told_before_anything_is_written(tmp_pat
     assert not list(tmp_path.glob("step-*"))
 
 
+def of_named_parameters(rank: int, folder: str) -> bool:
+    found = split(made("gpt"), {"pp": 2}, batch=words(0)[:1])
+    plain = torch.optim.SGD(found.stages.named_parameters(), lr=0.1)
+    stages, optimizer = hetero.prepare(found.stages, plain, **{**SETTINGS, "mesh": {"pp": 2}})
+    names = list(optimizer.param_groups[0]["param_names"])
+    hetero.save_checkpoint(folder, stages, optimizer)
+    hetero.load_checkpoint(folder, stages, optimizer)
+    return names == optimizer.param_groups[0]["param_names"]
+
+
+def test_names_of_parameters_are_each_stage_s_own(tmp_path: Path) -> None:
+    assert run_ranks(2, of_named_parameters, str(tmp_path)) == [True, True]
+
+
 def another_class(rank: int) -> None:
     found = split(made("gpt"), {"pp": 2}, batch=words(0)[:1])
     make = torch.optim.AdamW if rank else torch.optim.SGD

@@ -88,6 +88,10 @@ def test_a_row_of_several_gpus_divides_what_ram_was_given() -> None:
     assert short.change.startswith("HOST is ")
 
 
+def test_a_budget_that_ranks_cannot_divide_ends_no_plan() -> None:
+    assert planned(estimates=True, host=7).what_if[-1].fits is False
+
+
 def test_a_machine_has_no_row_of_more_gpus_than_it_has() -> None:
     labels = [row.label for row in planned(estimates=True, profile="gb10", hbm="1200MiB").what_if]
 

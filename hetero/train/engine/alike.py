@@ -26,6 +26,8 @@ from hetero.version import __version__
 
 OF_ALL_STAGES = ("precision", "max_grad_norm")
 """Settings that all stages of a pipeline have."""
+MEMBERS = ("params", "param_names")
+"""Of an optimizer's group: what is in it, which is no setting."""
 OWN = ("hbm", "host", "profile", "timeout_seconds")
 """Settings that ranks may have of their own."""
 
@@ -142,7 +144,7 @@ def settings_of(groups: Sequence[Group]) -> dict[str, str]:
         f"the setting {key!r} of group {number}": repr(plain(value))
         for number, group in enumerate(groups)
         for key, value in group.items()
-        if key != "params"
+        if key not in MEMBERS
     }
 
 

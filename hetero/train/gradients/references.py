@@ -36,7 +36,7 @@ class References:
     def is_held(self, param: torch.Tensor, storage: int, n_siblings: int) -> bool:
         """Whether the user's code refers to ``param.grad``, or a collective of its own that is
         under way, or something to its storage, which ``n_siblings`` gradients share."""
-        if _holders(param) > self._of_object or _uses(get_grad(param)) > self._of_tensor:
+        if self._has_others(param):
             return True
         uses, objects = _holders_of_base(get_grad(param))
         if not uses:
@@ -50,9 +50,11 @@ class References:
     def is_shown(self, param: torch.Tensor, parts: Parts) -> bool:
         """Whether the user's code, or another parameter, refers to ``param.grad``, a gradient at
         home, or to another object that shows it (`p.grad.data`)."""
-        if _holders(param) > self._of_object or _uses(get_grad(param)) > self._of_tensor:
-            return True
-        return _slot_uses(parts.grad(param)) > self._of_slot
+        return self._has_others(param) or _slot_uses(parts.grad(param)) > self._of_slot
+
+    def _has_others(self, param: torch.Tensor) -> bool:
+        """Whether more than the parameter refers to the object ``param.grad``."""
+        return _holders(param) > self._of_object or _uses(get_grad(param)) > self._of_tensor
 
     def may_change(self, addend: torch.Tensor) -> bool:
         """Whether autograd or a user may still write to an addend."""
