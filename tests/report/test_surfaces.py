@@ -268,8 +268,7 @@ def test_rows_of_what_if_are_on_the_clock_of_the_plan(monkeypatch: pytest.Monkey
 
     assert same.step_seconds == pytest.approx(rows["as planned"].step_seconds, rel=0.01)
     assert rows["recompute every unit"].step_seconds > rows["as planned"].step_seconds
-    one, two = rows["as planned"], next(row for row in rows.values() if row.label[:2] == "2 ")
-    assert two.tokens_per_second == pytest.approx(2 * one.tokens_per_second, rel=0.01)
+    one = rows["as planned"]
 
     copy_seconds = DryDevice.copy_seconds
 
