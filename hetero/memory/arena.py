@@ -311,8 +311,8 @@ class Arena:
     def budget_for(self, ids: Collection[int]) -> int:
         """Return a budget of HBM under which buckets find frames next to what is held."""
         held = [r.bucket for r in self.replicas.values() if not r.may_leave]
-        beside = [bucket for bucket in held if bucket.id not in ids]
+        others = [bucket for bucket in held if bucket.id not in ids]
         wanted = [self._layout.buckets[bucket_id] for bucket_id in ids]
-        short = sum(bucket.granules for bucket in (*wanted, *beside)) - self.limit
+        short = sum(bucket.granules for bucket in (*wanted, *others)) - self.limit
         now = self._ledger.budgets.get(Tier.HBM) or self.limit * self._layout.chunk_numel
         return now + max(0, short) * self._layout.chunk_numel

@@ -168,8 +168,8 @@ class Memory(NamedTuple):
 
     hbm: int | None
     host: int
-    beside: int | None = None
-    """RAM of which hbm= takes its part, and leaves ``host``; None: it leaves host= alone."""
+    ram: int | None = None
+    """Of which hbm= takes its part, and leaves ``host``; None: it leaves host= alone."""
 
 
 def decide(
@@ -319,7 +319,7 @@ def weighing_hbm(memory: Memory, least_bytes: int) -> Iterator[None]:
     try:
         yield
     except BudgetError as error:
-        most = (memory.beside or 0) - error.needed_bytes
+        most = (memory.ram or 0) - error.needed_bytes
         if error.tier == Tier.HOST.name and most >= least_bytes:
             error.advice = (
                 "lower hbm=, which is RAM here and leaves the rest of it to HOST, to at most"
