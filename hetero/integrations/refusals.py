@@ -1,4 +1,4 @@
-"""What an Accelerator of hetero's refuses when it is built (floor 4)."""
+"""What an Accelerator of hetero's refuses (floor 4)."""
 
 from __future__ import annotations
 
@@ -50,7 +50,8 @@ def even_inputs(
     accelerator: Any, joinables: Any, even_batches: bool | None = None
 ) -> Iterator[None]:
     """Do as `accelerate.Accelerator.join_uneven_inputs` where batches are even, and refuse others
-    on several devices: torch's Join lets wrappers of its own make a lost process's calls."""
+    on several devices: torch's Join lets its own wrappers make the calls of a process that has no
+    batch left."""
     even = accelerator.even_batches if even_batches is None else even_batches
     if accelerator.multi_device and not (even and accelerator.even_batches):
         raise ConfigError(

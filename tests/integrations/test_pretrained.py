@@ -416,5 +416,5 @@ def test_an_optimizer_in_place_of_a_function_is_refused(tmp_path: Path) -> None:
     other = torch.optim.SGD(nn.Linear(2, 2).parameters())
 
     with pytest.raises(ConfigError, match="is a SGD, not a function") as caught:
-        hetero.from_pretrained(tmp_path / "not looked at", optimizer=other)  # type: ignore[arg-type]
+        hetero.from_pretrained(tmp_path / "not looked at", optimizer=other)
     assert "lambda params" in caught.value.advice
