@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from hetero.errors import OutOfMemory, StateError
 from hetero.events import EventLog, What
@@ -15,6 +15,8 @@ class Ledger:
 
     def __init__(self, budgets: Mapping[Tier, int | None], log: EventLog | None = None) -> None:
         self.budgets = dict(budgets)
+        self.to_come: Callable[[Tier], int] = nothing
+        """Returns the bytes of a tier that will yet be charged, as far as it is known."""
         self._log = log
         self._used: Counter[tuple[Tier, Kind]] = Counter()
         self._of_tier: Counter[Tier] = Counter()
@@ -25,13 +27,14 @@ class Ledger:
         used, budget = self.used(tier), self.budgets.get(tier)
         if budget is not None and used + n_bytes > budget:
             short = used + n_bytes - budget
+            needed = used + max(n_bytes, self.to_come(tier))
             raise OutOfMemory(
                 f"{what} needs {format_bytes(n_bytes)} of {tier.name};"
                 f" {format_bytes(budget - used)} of {format_bytes(budget)} are free,"
                 f" {short} bytes short",
-                advice=f"raise {tier.name.lower()}= to at least {used + n_bytes} bytes",
+                advice=f"raise {tier.name.lower()}= to at least {needed} bytes",
                 tier=tier.name,
-                needed_bytes=used + n_bytes,
+                needed_bytes=needed,
             )
         self._of_tier[tier] = used + n_bytes
         of_kind = self._used[tier, kind] = self._used[tier, kind] + n_bytes
@@ -70,3 +73,7 @@ class Ledger:
         """Return the bytes left under the budget, None without a budget."""
         budget = self.budgets.get(tier)
         return None if budget is None else budget - self.used(tier)
+
+
+def nothing(tier: Tier) -> int:
+    return 0

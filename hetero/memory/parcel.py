@@ -234,6 +234,11 @@ class ParcelStore:
                 self._ledger.credit(Tier.HOST, Kind.ACTIVATION, self._chunk_bytes)
         self._free = [chunk for chunk in self._free if not chunk.stays]
 
+    def give_way(self) -> None:
+        """Give HOST the memory of free chunks back if homes to come need it."""
+        if self._free and self._room(Tier.HOST) < 0:
+            self.shrink()
+
     def room_bytes(self) -> int:
         """Return the bytes that parcels may still take, in whole chunks."""
         tiers = [Tier.HOST, Tier.NVME][: 1 + self._pool.spills]
@@ -298,6 +303,7 @@ class ParcelStore:
         """Choose the size of chunks anew, before a parcel of ``n_bytes``, if none are in use."""
         seen = self._flushed
         if not self._n_live:  # a step begins
+            self.give_way()
             mean = seen.n_bytes // seen.n_parcels if seen.n_parcels else n_bytes
             size, now = self._size_for(mean), self._chunk_bytes
             is_like = self._n_sizes > 0 and max(size, now) <= UNLIKE * min(size, now)

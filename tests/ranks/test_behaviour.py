@@ -107,6 +107,39 @@ def test_what_one_rank_does_alone_changes_no_bit(act: Act) -> None:
         assert_same(each, expected)
 
 
+def of_wide_batches(rank: int, host: int | None) -> Any:
+    """Train in bf16 where activations go to RAM; return what homes and budget take, and weights."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        *(nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32)) for _ in range(8))
+    )
+    model, optimizer = hetero.prepare(
+        *(model, torch.optim.AdamW(model.parameters(), lr=1e-2)),
+        **{**TIGHT, "hbm": 400_000, "host": host, "precision": "bf16", "mesh": "world"},
+    )
+    for step in range(3):
+        batch = torch.randn(300, 32, generator=torch.Generator().manual_seed(2 * step + rank))
+        model(batch.bfloat16()).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    setup = engine_of(model).setup
+    taken = sum(map(setup.store.bytes_of, setup.buckets))
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    sizes = setup.blueprint.home_bytes, taken, setup.budget.host_bytes
+    hetero.release(model, optimizer)
+    return sizes, weights
+
+
+def test_activations_leave_homes_of_shares_their_room_in_ram() -> None:
+    """Gradients of ranks are sums in fp32 from the first pass on."""
+    (sizes, roomy), _ = run_ranks(2, of_wide_batches, None)
+    expected, taken, least = sizes
+    assert taken == expected
+    for _, tight in run_ranks(2, of_wide_batches, least):
+        for name, value in roomy.items():
+            assert torch.equal(value, tight[name]), name
+
+
 def reads_in_backward(rank: int) -> Any:
     """A hook reads weights whose gradients are being summed."""
     model, optimizer = prepared(timeout_seconds=20.0)

@@ -18,7 +18,6 @@ from hetero.api import engine_of
 from hetero.config import HostLimit
 from hetero.device import SimDevice
 from hetero.errors import BudgetError
-from hetero.train.engine.setup import unclaimed
 from hetero.types import Tier
 from tests.campaigns.harness import VOCAB, Net, adamw, tokens_of
 from tests.equivalence.harness import same, values
@@ -180,6 +179,39 @@ def test_the_budgets_below_that_errors_name_work_too(
     assert trained(model, **{**settings, below: int(named[-1] / SILLY)}) is not None
 
 
+def added_up(order: str, **settings: Any) -> list[Tensor]:
+    """Train steps of several passes each, F a forward and B the backward of the oldest one; return
+    the weights."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Attention() for _ in range(8)))
+    model, optimizer = hetero.prepare(model, adamw(model), precision="bf16", **settings)
+    for step in range(3):
+        losses = []
+        for number, what in enumerate(order):
+            torch.manual_seed(100 * step + number)
+            if what == "F":
+                losses.append(model(torch.randn(2, 32, 32).bfloat16()).float().square().mean())
+            else:
+                losses.pop(0).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return values(model)
+
+
+@pytest.mark.parametrize("order", ["FBFB", "FFBB"])
+def test_gradients_that_add_up_have_room_in_ram_where_activations_go_down(order: str) -> None:
+    """Activations take what RAM homes leave; sums are fp32, twice as large as one gradient."""
+    settings: dict[str, Any] = {"device": "cpu:sim", "hbm": 700_000, "host": 1_000}
+    for when in ("prepare", "the first step"):
+        with pytest.raises(BudgetError) as caught:
+            added_up(order, **settings)
+        assert caught.value.tier == "HOST", when
+        settings["host"] = caught.value.needed_bytes
+
+    tight = added_up(order, **settings)
+    same(tight, added_up(order, **{**settings, "host": 100_000_000}), "weights")
+
+
 def skips(optimizer: Any) -> None:
     optimizer.zero_grad()
 
@@ -273,8 +305,8 @@ def test_homes_of_a_model_that_became_resident_are_not_set_aside_once_more() -> 
         optimizer.step()
     assert engine.residence.name == "resident"
     setup = engine.setup
-    to_come = unclaimed(setup.budget, setup.ledger, setup.store)
-    assert to_come(Tier.HOST) == setup.budget.host_bytes - setup.ledger.used(Tier.HOST)
+    to_come = setup.unclaimed.bytes_on(Tier.HOST)
+    assert to_come == setup.budget.host_bytes - setup.ledger.used(Tier.HOST)
 
 
 def anchored(model: nn.Module, optimizer: Any) -> list[Tensor]:

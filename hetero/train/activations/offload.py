@@ -227,7 +227,7 @@ class Offload:
 
     def room_bytes(self) -> int:
         """Return the bytes that may still go down."""
-        self._discard_orphans()
+        self.give_way()
         return self.store.room_bytes()
 
     # -- up --------------------------------------------------------------------------------------
@@ -309,6 +309,11 @@ class Offload:
                 self.store.wait(orphan.ticket)
             self.store.discard(orphan.parcel)
         self._groups = {n: ref for n, ref in self._groups.items() if ref() is not None}
+
+    def give_way(self) -> None:
+        """Give free memory back to HOST if homes to come need it."""
+        self._discard_orphans()
+        self.store.give_way()
 
     def shrink(self) -> None:
         """Give free memory back to HOST: nothing goes down any more."""

@@ -94,7 +94,8 @@ class Blueprint:
         for bucket in self.layout.buckets:
             total += bucket.home_bytes
             costs = self.costs[bucket.id]
-            grad = bucket.dtype.itemsize if costs.grad else 0
+            # one rank's may never add up, those of several always do
+            grad = costs.grad if self.is_shared else min(costs.grad, bucket.dtype.itemsize)
             total += bucket.share_numel * (grad + costs.master + costs.state)
         return total
 

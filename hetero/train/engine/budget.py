@@ -46,7 +46,9 @@ class Budget:
     spill: Spill | None = None
     """Homes on disk, and the pool they pass through."""
     host_bytes: int = 0
-    """RAM for homes and for transfers to them."""
+    """RAM for homes and for transfers to them, while gradients do not add up."""
+    sums_bytes: int = 0
+    """RAM that gradients take besides once they do; 0 if `host_bytes` counts it."""
     on_hbm: tuple[BucketHomes, ...] = ()
     """Homes of a paged model that lie on HBM, and stay there: HOST does not hold them."""
     stays: bool = False
@@ -144,13 +146,7 @@ class Budget:
         Where `host=` is given, its ledger refuses them. It refers to no module: see [Note: out of
         gc's sight].
         """
-        on_hbm = {homes.bucket for homes in self.on_hbm}
-        sums = sum(
-            bucket.share_numel * (torch.float32.itemsize - bucket.dtype.itemsize)
-            for bucket in self.plan.layout.buckets
-            if bucket.trainable and bucket.has_master and bucket.id not in on_hbm
-        )
-        need = self.plan.home_bytes - total_bytes(self.on_hbm) + sums
+        need = self.plan.home_bytes - total_bytes(self.on_hbm) + self.sums_bytes
         return partial(check_sums, need, self.ram_bytes)
 
     def holds_everything(self, activation_bytes: int) -> bool:
@@ -227,6 +223,8 @@ def place_homes(
             budget.ram_bytes = memory.host if config.host is None else None
         whole = plan.home_bytes + passing_bytes(plan) - total_bytes(budget.on_hbm)
         budget.host_bytes = whole if budget.spill is None else budget.spill.host_bytes
+        if budget.spill is None and not plan.is_shared:  # else homes have room for sums at once
+            budget.sums_bytes = widened_bytes(plan, apart=budget.on_hbm)
 
 
 def needed_on_hbm(
@@ -413,6 +411,16 @@ def check_hbm(budget: Budget) -> None:
             tier="HBM",
             needed_bytes=least,
         )
+
+
+def widened_bytes(plan: Blueprint, *, apart: Sequence[BucketHomes]) -> int:
+    """Return the bytes by which gradients grow that become fp32, those of some homes left out."""
+    there = {homes.bucket for homes in apart}
+    return sum(
+        bucket.share_numel * (torch.float32.itemsize - bucket.dtype.itemsize)
+        for bucket in plan.layout.buckets
+        if bucket.trainable and bucket.has_master and bucket.id not in there
+    )
 
 
 def check_sums(need: int, have: int | None) -> None:

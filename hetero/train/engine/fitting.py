@@ -9,10 +9,10 @@ BudgetError that names the unit that leaves most.
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from hetero.errors import OutOfMemory
 from hetero.events import EventLog, What
@@ -24,6 +24,7 @@ from hetero.plan.activations import (
     Policy,
     Use,
     choose,
+    excess_bytes,
     taken_bytes,
 )
 from hetero.plan.division import Division, divide
@@ -31,7 +32,7 @@ from hetero.plan.weighing import Copies
 from hetero.train.activations.forecast import Forecast, tensors_of
 from hetero.train.activations.held import GraphFootprint
 from hetero.train.activations.meter import Meter
-from hetero.train.activations.proof import Proofs
+from hetero.train.engine.choice import Choice, shown
 from hetero.train.engine.room import Excess, Room, Seen
 from hetero.train.engine.tradeoff import Tradeoff
 from hetero.train.model.host_work import host_work
@@ -42,49 +43,6 @@ MARGIN = 1 / 16  # head room for a choice of policies that has not been measured
 PATIENCE = 4  # most steps in a row that compute units again for proofs, in vain
 REST = 16  # steps after that until the next such attempt; twice as many each time
 SHRUNK = 0.75  # choose again once inputs shrink below this share of those chosen for
-
-
-def shown(policies: Mapping[int, Policy]) -> str:
-    """Return how many units have which policy: ``"3 keep, 2 recompute"``."""
-    counts = Counter(str(policy) for policy in policies.values())
-    return ", ".join(f"{n} {policy}" for policy, n in sorted(counts.items()))
-
-
-class Choice(Protocol):
-    """The policies of units."""
-
-    @property
-    def policies(self) -> MutableMapping[int, Policy]:
-        """By unit."""
-
-    overlaps: bool
-    """Whether transfers for one unit run while the next one computes."""
-
-    @property
-    def may_change(self) -> bool:
-        """Whether policies are free to change."""
-
-    tries: bool
-    """Whether to compute units again for a proof even if their policies do not."""
-
-    @property
-    def proofs(self) -> Proofs:
-        """Whether units can be computed again."""
-
-    @property
-    def is_trying(self) -> bool:
-        """Whether a unit is being computed again for a proof."""
-
-    def used(self, unit: int) -> Policy:
-        """Return the policy of a unit's last forward."""
-
-    def room_below(self) -> int:
-        """Return the bytes that may still go down."""
-
-    def recompute_unproven(self, unit: int) -> None:
-        """Recompute a unit of which it is not known whether that gives the same bits, unless it is
-        known that it cannot be: backward looks, before a gradient is used, and raises StateError if
-        it does not."""
 
 
 class Tight(NamedTuple):
@@ -150,6 +108,26 @@ class Fitting:
         has_room = self._has_room and not self._tried
         self._choice.overlaps = has_room or not self._choice.may_change
         self._spoiled = False
+        if self._choice.may_change:
+            self._look_below()
+
+    def _look_below(self) -> None:
+        """Choose anew if RAM has too little room for what units would send there: gradients that
+        add up take more of it than those of the first pass did."""
+        choice, forecast, room_bytes = self._choice, self.forecast, self.room.hbm.room_bytes
+        units = forecast.units()
+        policies = [choice.policies[unit] for unit in units]
+        if not any(policy.offload for policy in policies):
+            return
+        uses = [forecast.use(unit) for unit in units]
+        if not excess_bytes(uses, policies, choice.room_below() / (forecast.earlier + 1)):
+            return
+        if self._choose(units, room_bytes - forecast.outside, earlier=forecast.earlier):
+            return
+        choice.overlaps = False
+        for unit in units[:-1]:
+            choice.recompute_unproven(unit)
+        forecast.chosen()
 
     @contextmanager
     def around(self, unit: int, args: Any, kwargs: Any) -> Iterator[None]:

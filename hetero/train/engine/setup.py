@@ -70,6 +70,7 @@ class Setup:
     masters: Masters
     worker: Worker
     handover: Handover
+    unclaimed: Unclaimed
     parts: Parts = field(default_factory=PlainTensors)
     hooks: Hooks = field(default_factory=Hooks)
     saver: Saver = field(default_factory=Saver)
@@ -201,6 +202,8 @@ def set_up(
     ledger = Ledger(budgets, log)
     store = open_store(budget, config, device, tuning, ledger, log, comm)
     store.places.on_hbm.update(homes.bucket for homes in budget.on_hbm)
+    unclaimed = Unclaimed(budget, ledger, store.tier)
+    ledger.to_come = unclaimed.bytes_on
     params = [param for _, param in pages(model)]
     masters = Masters(config.precision, blueprint.layout, store)
     # masters on a CUDA device are updated in order of its stream, and not by threads
@@ -213,10 +216,11 @@ def set_up(
     return Setup(
         *(model, inner, config, device, blueprint, tuning, params, log),
         *(comm, budget, ledger, store),
-        offload=make_offload(budget, config, device, ledger, store, log, comm),
+        offload=make_offload(budget, config, device, ledger, store, log, comm, unclaimed),
         masters=masters,
         worker=worker,
         handover=Handover(model, params, blueprint.layout, parts),
+        unclaimed=unclaimed,
         parts=parts,
     )
 
@@ -274,6 +278,7 @@ def make_offload(
     store: HomeStore,
     log: EventLog,
     comm: Comm,
+    unclaimed: Unclaimed,
 ) -> Offload:
     """Return the offload of activations, in chunks like those of parameters or larger ones."""
     required = config.activations == "offload"
@@ -286,7 +291,7 @@ def make_offload(
         least_bytes=chunk_bytes,
         pool=store.pool,
         ram=partial(free_ram, device, comm, budget.hbm),
-        reserved=unclaimed(budget, ledger, store),
+        reserved=unclaimed.bytes_on,
         counts_on=required,
     )
     return Offload(parcels, device, required=required, min_bytes=least)
@@ -305,18 +310,34 @@ def free_ram(device: Device, comm: Comm, budget_bytes: int | None) -> int:
     return max(0, free - hbm)
 
 
-def unclaimed(budget: Budget, ledger: Ledger, store: HomeStore) -> Callable[[Tier], int]:
-    """Return a function of HOST or NVME: the bytes that homes will take there and have not yet.
+class Unclaimed:
+    """The bytes of HOST or NVME that homes will take there and have not yet.
 
     Homes that moved up to HBM are among them: they come down before activations grow, and would not
     fit if activations of the step before had their place. It refers to no module: [Note: out of
     gc's sight].
+
+    Args:
+        host: the tier of homes that have no other place.
     """
-    host, whole = store.tier, {Tier.HOST: budget.host_bytes, Tier.NVME: budget.disk_bytes}
 
-    def to_come(below: Tier) -> int:
-        tier = host if below is Tier.HOST else below
-        taken = ledger.used(tier) - ledger.used(tier, Kind.ACTIVATION)
-        return max(0, whole[below] - taken)
+    def __init__(self, budget: Budget, ledger: Ledger, host: Tier) -> None:
+        self.awaits_sums: Callable[[], bool] = never
+        """Whether gradients will add up in fp32, which takes `Budget.sums_bytes` more."""
+        self._ledger = ledger
+        self._host = host
+        self._whole = {Tier.HOST: budget.host_bytes, Tier.NVME: budget.disk_bytes}
+        self._sums_bytes = budget.sums_bytes
 
-    return to_come
+    def bytes_on(self, below: Tier) -> int:
+        """Return those of a tier."""
+        whole, tier = self._whole.get(below, 0), below
+        if below is Tier.HOST:
+            tier = self._host
+            whole += self._sums_bytes if self._sums_bytes and self.awaits_sums() else 0
+        taken = self._ledger.used(tier) - self._ledger.used(tier, Kind.ACTIVATION)
+        return max(0, whole - taken)
+
+
+def never() -> bool:
+    return False

@@ -19,6 +19,7 @@ from hetero.train.gradients.homes import Growing, standing
 from hetero.train.gradients.ring import GradRing
 from hetero.train.gradients.shared import SharedGradStore
 from hetero.train.gradients.store import GradStore
+from hetero.train.model.graph import ask_unless_gone
 from hetero.train.update.device_kernel import natives
 from hetero.train.update.draft import Drafts
 from hetero.train.update.masters import LossScaler
@@ -59,6 +60,7 @@ class Trained:
         cores = Cores(setup.worker.n_threads)
         room = {"growing": growing, "lifting": lifting}
         grads = make_grads(setup, device, link, cores, early=early, before_sums=before_sums, **room)
+        setup.unclaimed.awaits_sums = ask_unless_gone(grads, lambda here: here.awaits_sums, False)
         passage = Passage(device, link, setup.ledger)
         stepper = None
         if setup.inner is not None:
@@ -119,6 +121,7 @@ def make_grads(
 
     def make_room() -> None:
         before_sums()
+        setup.offload.give_way()
         check()
 
     make: Callable[..., GradStore] = GradStore

@@ -117,6 +117,11 @@ class GradStore:
         """Whether gradients were added in this step, or in the last one."""
         return self._has_added or self.homes.expects_sums
 
+    @property
+    def awaits_sums(self) -> bool:
+        """Whether gradients add up, or one is at home that the next pass adds to."""
+        return self.adds_up or any(slot() is not None for slot in self._slots.values())
+
     # -- on their way down -----------------------------------------------------------------------
 
     def arriving(self, index: int) -> None:
