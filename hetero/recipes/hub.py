@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from pathlib import Path
 
 from hetero.errors import ConfigError
@@ -11,6 +12,7 @@ from hetero.recipes.options import installed
 
 OWN = ("gpt", "tiny-llama", "tiny-gpt2")  # models that need no files
 CONFIG = "config.json"
+ERRNO = re.compile(r"\[Errno -?\d+\] ")
 REACH_SECONDS = 3.0  # until the Hub counts as one that does not answer
 
 
@@ -30,7 +32,8 @@ def check_reach(name: str) -> None:
     except RepositoryNotFoundError as error:
         raise unknown_model(name, "is not on the Hub, or is private") from error
     except Exception as error:  # of the HTTP library that the client is built on
-        raise unknown_model(name, f"is not here, and the Hub does not answer: {error}") from error
+        why = ERRNO.sub("", str(error))
+        raise unknown_model(name, f"is not here, and the Hub does not answer: {why}") from error
 
 
 def unknown_model(name: str, problem: str) -> ConfigError:
