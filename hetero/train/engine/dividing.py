@@ -110,6 +110,7 @@ class HbmDivision:
                 passing=self.rehoming.passing,
                 share=setup.tuning.activation_share,
             ),
+            counts_sums=setup.unclaimed.counts_sums,
             may_stay=self._may_stay,
             copies=copies,
             log=setup.log,

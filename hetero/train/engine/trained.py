@@ -117,11 +117,11 @@ def make_grads(
         most_bytes=max((bucket.n_bytes for bucket in trainable), default=0),
         lifting=lifting,
     )
-    check = setup.budget.sums_check()
+    check, offload = setup.budget.sums_check(), setup.offload  # no module: out of gc's sight
 
     def make_room() -> None:
         before_sums()
-        setup.offload.give_way()
+        offload.give_way()
         check()
 
     make: Callable[..., GradStore] = GradStore
