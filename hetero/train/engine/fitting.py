@@ -111,25 +111,29 @@ class Fitting:
         has_room = self._has_room and not self._tried
         self._choice.overlaps = has_room or not self._choice.may_change
         self._spoiled = False
-        if self._choice.may_change and self._counts_sums():
+        if self._choice.may_change and (self._counts_sums() or self._footprint.waiting):
             self._look_below()
 
     def _look_below(self) -> None:
-        """Choose anew if RAM has too little room for what units would send there: gradients that
-        add up take more of it than those of the first pass did."""
+        """Choose anew if RAM has too little room for what units would send there: sums take more of
+        it than gradients of one pass, and an earlier forward may have what it left there."""
         choice, forecast, room_bytes = self._choice, self.forecast, self.room.hbm.room_bytes
         units = forecast.units()
-        policies = [choice.policies[unit] for unit in units]
-        if not any(policy.offload for policy in policies):
+        before = {unit: choice.policies[unit] for unit in units}
+        if not any(policy.offload for policy in before.values()):
             return
-        uses = [forecast.use(unit) for unit in units]
-        if not excess_bytes(uses, policies, choice.room_below() / (forecast.earlier + 1)):
+        uses, below = [forecast.use(unit) for unit in units], choice.room_below()
+        if not excess_bytes(uses, [*before.values()], below / (forecast.earlier + 1)):
             return
         if self._choose(units, room_bytes - forecast.outside, earlier=forecast.earlier):
             return
+        choice.policies.update(before)
         choice.overlaps = False
-        for unit in units[:-1]:
-            choice.recompute_unproven(unit)
+        for unit in units[:-1]:  # what may be repeated is, and the rest stays where it has no room
+            if choice.proofs.holds(unit):
+                choice.policies[unit] = RECOMPUTE
+            else:
+                choice.recompute_unproven(unit)
         forecast.chosen()
 
     @contextmanager
