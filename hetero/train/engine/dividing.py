@@ -110,7 +110,6 @@ class HbmDivision:
                 passing=self.rehoming.passing,
                 share=setup.tuning.activation_share,
             ),
-            counts_sums=setup.unclaimed.counts_sums,
             may_stay=self._may_stay,
             copies=copies,
             log=setup.log,

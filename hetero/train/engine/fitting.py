@@ -10,7 +10,7 @@ BudgetError that names the unit that leaves most.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -59,7 +59,6 @@ class Fitting:
         forecast: of the bytes that units leave.
         tradeoff: how much activations leave to homes.
         may_stay: whether a model that fits the device stays there.
-        counts_sums: whether gradients are to take more RAM than those of one pass.
         copies: how long copies take.
     """
 
@@ -73,7 +72,6 @@ class Fitting:
         choice: Choice,
         tradeoff: Tradeoff,
         may_stay: bool,
-        counts_sums: Callable[[], bool],
         copies: Copies,
         log: EventLog,
     ) -> None:
@@ -86,7 +84,6 @@ class Fitting:
         self._choice = choice
         self._tradeoff = tradeoff
         self._may_stay = may_stay
-        self._counts_sums = counts_sums
         self._spoiled = False  # an error ended a forward or a backward
         self._chosen_for = 0  # bytes of inputs that policies were chosen for
         self._inputs: deque[int] = deque(maxlen=WINDOW)
@@ -111,7 +108,7 @@ class Fitting:
         has_room = self._has_room and not self._tried
         self._choice.overlaps = has_room or not self._choice.may_change
         self._spoiled = False
-        if self._choice.may_change and (self._counts_sums() or self._footprint.waiting):
+        if self._choice.may_change:
             self._look_below()
 
     def _look_below(self) -> None:

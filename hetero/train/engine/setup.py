@@ -329,16 +329,12 @@ class Unclaimed:
         self._whole = {Tier.HOST: budget.host_bytes, Tier.NVME: budget.disk_bytes}
         self._sums_bytes = budget.sums_bytes
 
-    def counts_sums(self) -> bool:
-        """Whether gradients are to take more RAM than one pass's."""
-        return self._sums_bytes > 0 and self.awaits_sums()
-
     def bytes_on(self, below: Tier) -> int:
         """Return those of a tier."""
         whole, tier = self._whole.get(below, 0), below
         if below is Tier.HOST:
             tier = self._host
-            whole += self._sums_bytes if self.counts_sums() else 0
+            whole += self._sums_bytes if self._sums_bytes and self.awaits_sums() else 0
         taken = self._ledger.used(tier) - self._ledger.used(tier, Kind.ACTIVATION)
         return max(0, whole - taken)
 
