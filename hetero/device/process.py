@@ -6,9 +6,10 @@ import atexit
 import ctypes
 import os
 import struct
+import threading
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,6 +19,8 @@ from hetero.internals import current_mode, without_modes
 
 _M_MMAP_THRESHOLD = -3
 _M_TRIM_THRESHOLD = -1
+_RETURNS = threading.Event()
+"""Set once large blocks stay out of the heap for good."""
 MT_WORDS = 624  # of a Mersenne Twister's state
 
 
@@ -103,10 +106,33 @@ def return_large_blocks() -> None:
     heap that fragments: a model three times its RAM took twice its budget (measured). Returning the
     smaller temporaries of updates too makes AdamW three times slower (measured, 1 MiB blocks).
     """
+    _RETURNS.set()
+    _bound_blocks(4 * 2**20, 16 * 2**20)
+
+
+@contextmanager
+def large_blocks_apart() -> Iterator[None]:
+    """Keep tensors of 4 MiB and more out of the heap inside a ``with`` block, in this process.
+
+    One that is freed while smaller ones come after it leaves a hole there, which later tensors fill
+    and the heap then keeps: of a model built and moved away, up to all of its bytes (measured). The
+    bounds after the block are those that glibc comes to by itself.
+    """
+    _bound_blocks(4 * 2**20, 16 * 2**20)
+    try:
+        yield
+    finally:
+        if not _RETURNS.is_set():
+            _bound_blocks(32 * 2**20, 64 * 2**20)
+
+
+def _bound_blocks(mapped: int, top: int) -> None:
+    """Let blocks of ``mapped`` bytes have pages of their own, and the heap at most ``top`` free
+    bytes at its end."""
     try:
         libc = ctypes.CDLL(None)
-        libc.mallopt(_M_MMAP_THRESHOLD, 4 * 2**20)
-        libc.mallopt(_M_TRIM_THRESHOLD, 16 * 2**20)
+        libc.mallopt(_M_MMAP_THRESHOLD, mapped)
+        libc.mallopt(_M_TRIM_THRESHOLD, top)
     except (OSError, AttributeError):
         return  # not glibc
 

@@ -13,6 +13,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
+from hetero.device import large_blocks_apart
 from hetero.internals import make_subclass
 
 PATCHING = threading.Lock()
@@ -44,7 +45,7 @@ def empty_parameters() -> Iterator[None]:
     build = Build()
     build.patch()
     try:
-        with BeyondMemory():
+        with BeyondMemory(), large_blocks_apart():
             yield
     finally:
         build.undo()
