@@ -44,6 +44,22 @@ class Attention(nn.Module):
         return x + self.down(F.gelu(self.up(self.between(x))))
 
 
+class Again(nn.Module):
+    """ALBERT's way: one block, as often as there are layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.block = nn.Embedding(VOCAB, 32), Attention()
+        self.head = nn.Linear(32, VOCAB)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for _ in range(4):
+            x = self.block(x)
+        out: Tensor = self.head(x)
+        return out
+
+
 def tied() -> nn.Module:
     net = Net(6)
     net.head.weight = net.embed.weight
@@ -210,6 +226,19 @@ def test_gradients_that_add_up_have_room_in_ram_where_activations_go_down(order:
 
     tight = added_up(order, **settings)
     same(tight, added_up(order, **{**settings, "host": 100_000_000}), "weights")
+
+
+@pytest.mark.parametrize("activations", POLICIES)
+def test_a_unit_that_is_used_several_times_in_a_forward_trains_at_the_budget_that_is_named(
+    activations: str,
+) -> None:
+    model, hbm = Model("again", Again), 1_000
+    settings: dict[str, Any] = {"device": "cpu:sim", "activations": activations}
+    for _ in range(3):
+        error = trained(model, hbm=hbm, **settings)
+        hbm = hbm if error is None else error.needed_bytes
+
+    assert trained(model, hbm=hbm, **settings) is None
 
 
 def skips(optimizer: Any) -> None:

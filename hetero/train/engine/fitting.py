@@ -116,15 +116,15 @@ class Fitting:
         it than gradients of one pass, and an earlier forward may have what it left there."""
         choice, forecast, room_bytes = self._choice, self.forecast, self.room.hbm.room_bytes
         units = forecast.units()
-        before = {unit: choice.policies[unit] for unit in units}
-        if not any(policy.offload for policy in before.values()):
+        before = [choice.policies[unit] for unit in units]  # a unit used twice is there twice
+        if not any(policy.offload for policy in before):
             return
         uses, below = [forecast.use(unit) for unit in units], choice.room_below()
-        if not excess_bytes(uses, [*before.values()], below / (forecast.earlier + 1)):
+        if not excess_bytes(uses, before, below / (forecast.earlier + 1)):
             return
         if self._choose(units, room_bytes - forecast.outside, earlier=forecast.earlier):
             return
-        choice.policies.update(before)
+        choice.policies.update(zip(units, before, strict=True))
         choice.overlaps = False
         for unit in units[:-1]:  # what may be repeated is, and the rest stays where it has no room
             if choice.proofs.holds(unit):
