@@ -24,7 +24,7 @@ from hetero.forks import Owner
 from hetero.members import Members
 from hetero.parallel.farewell import Parting
 from hetero.parallel.fence import fence
-from hetero.parallel.news import KILLED, Left, News
+from hetero.parallel.news import HEARING_SECONDS, KILLED, Left, News
 
 CALLS = "the ranks' calls, which its parent makes"
 SAID_BYTES, ROW_BYTES, HEAD_BYTES = 96, 400, 16
@@ -51,9 +51,12 @@ class RankWatch:
     def members(self) -> Members:
         return self._news.members
 
-    def until(self, is_true: Callable[[], bool], number: int, what: str) -> None:
+    def until(
+        self, is_true: Callable[[], bool], number: int, what: str, *, is_call: bool = False
+    ) -> None:
         """Block until something is true that a member brings about, and what it wrote before can be
-        read; else raise RankLost."""
+        read; else raise RankLost: of a call, also if a member said that it failed, which makes no
+        more of them, however long its process stays."""
         self._owner.check()
         looks, began = 0, 0.0
         while not is_true():
@@ -64,6 +67,9 @@ class RankWatch:
                 dead = self._dead()
                 if dead is not None and not is_true():
                     raise self.died(dead, what)
+                failed = self._news.overdue(HEARING_SECONDS) if is_call else None
+                if failed is not None and not is_true():
+                    raise self._lost(number, what, failed)
                 if time.monotonic() - began > self._timeout:
                     why = f"did nothing for {self._timeout:.0f} s"
                     late = self._left(number, Parting.SILENT, why)
@@ -188,7 +194,8 @@ class Board:
         _, said, _, _ = self._entries[self._rank].read(call)
         found: list[tuple[int, str, int, bytes]] = []
         for rank, entries in enumerate(self._entries):
-            self._watch.until(partial(entries.has_made, call), rank, said or "a call")
+            made = partial(entries.has_made, call)
+            self._watch.until(made, rank, said or "a call", is_call=True)
             found.append(entries.read(call))
         check_calls([(number, what) for number, what, _, _ in found], self._watch.members)
         return [

@@ -157,9 +157,9 @@ def test_an_error_that_follows_does_not_hide_the_first_cause(fails: bool) -> Non
     assert ("rank 3 left (ValueError" if fails else "rank 2 left (it was killed") in str(end.error)
 
 
-def goes_on(rank: int, folder: Path) -> int:
+def goes_on(rank: int, way: str, folder: Path) -> int:
     """Say that this rank fails, and end only after the others: something keeps its process."""
-    model, optimizer = prepared(rank, "gathered", timeout_seconds=60.0)
+    model, optimizer = prepared(rank, way, timeout_seconds=60.0)
     loss_of(model, RUN, 0, rank).backward()
     if rank == 3:
         farewell.tell_error(ValueError("a batch of this rank is damaged"))
@@ -174,8 +174,11 @@ def goes_on(rank: int, folder: Path) -> int:
     return len(list(folder.iterdir()))
 
 
-def test_a_rank_that_failed_is_not_waited_for_until_its_process_ends(tmp_path: Path) -> None:
-    assert outcomes(4, goes_on, tmp_path) == [3] * 4
+@pytest.mark.parametrize("way", ["read", "gathered"])
+def test_a_rank_that_failed_is_not_waited_for_until_its_process_ends(
+    way: str, tmp_path: Path
+) -> None:
+    assert outcomes(4, goes_on, way, tmp_path) == [3] * 4
     for file in tmp_path.iterdir():
         assert f"rank 3 left ({DAMAGED})" in file.read_text()
 
