@@ -134,6 +134,7 @@ def _engine(
     comm = open_comm(
         *(config.mesh, config.timeout_seconds, config.sum_group),
         one_sided=tuning.one_sided,
+        gather_shares=config.gather_shares,
         averages=tuning.averages,
         tensor_ranks=parts.ranks,
     )

@@ -359,6 +359,7 @@ def report(
 @option("--stages-per-rank", POSITIVE, "Of an interleaved one.", "2")
 @option("--exchange", click.Choice(["step", "pass"]), "Of gradients, after each.", "step")
 @option("--sum-group", POSITIVE, "Ranks in a row whose gradients add up first.", "1")
+@click.option("--gather-shares", is_flag=True, help="Ranks of a machine gather, as machines do.")
 @option("--precision", PRECISION, "Of working weights.", "fp32")
 @unit_options
 @option("--lora-rank", POSITIVE, "Plan adapters of this rank, the model frozen.", "train it all")
@@ -379,16 +380,14 @@ def plan(model: str, as_json: bool, no_estimates: bool, output: str | None, **gi
     a module here, as mymodels:small, which returns model and batch (then --batch and --sequence say
     nothing). The exit status is 1 when it does not fit, 2 when that cannot be planned.
     """
-    if asks_for_mesh(given):
-        from hetero.recipes import mesh_plans
+    from hetero.recipes import mesh_plans, show
 
+    if asks_for_mesh(given):
         mesh = mesh_plans.planned(model, {**given, "output": output}, POSITIONS)
         return 0 if tell(mesh, as_json, mesh_plans.show).fits else DISAPPOINTED
     found = planned(model, not no_estimates, given)
     if output is not None:
         found.write(output)
-    from hetero.recipes import show
-
     return 0 if tell(found, as_json, show.planned).fits else DISAPPOINTED
 
 

@@ -134,6 +134,10 @@ class Config:
     sums of groups then add up in theirs. With the ranks of a machine fewer bytes cross between
     machines. Other sizes give other bits, so that no plan makes this choice; 1: the order in which
     one rank would add up as many micro-batches."""
+    gather_shares: bool = False
+    """Whether ranks of one machine, too, get each other's shares by collectives (NCCL on CUDA
+    devices), not where they lie in RAM. Homes may then be on HBM. All ranks have to make the same
+    forwards and reads of state together: one that makes one alone waits for the others."""
     timeout_seconds: float = 600.0
     """After which a rank of the mesh that does not answer is lost: all others raise RankLost."""
     profile: str | None = None
@@ -357,7 +361,10 @@ CHECKS: dict[str, Check] = {
     "frozen": one_of(FROZEN),
     "updates": one_of(UPDATES),
     "activations": one_of(ACTIVATIONS),
-    "fused_loss": takes(lambda value: isinstance(value, bool), "True or False"),
+    **dict.fromkeys(
+        ("fused_loss", "gather_shares"),
+        takes(lambda value: isinstance(value, bool), "True or False"),
+    ),
     "micro_batch": optional(count_of("samples")),
     "tile": optional(count_of("positions")),
     "sum_group": count_of("ranks"),

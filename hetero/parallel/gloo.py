@@ -24,7 +24,7 @@ from hetero.memory.layout import Layout
 from hetero.parallel.board import CALLS, SAID_BYTES, check_calls
 from hetero.parallel.gathers import DeviceGathers, Gathers, HostGathers, all_gather, connected
 from hetero.parallel.groups import Box, Grouped, Straight
-from hetero.parallel.neighbours import Neighbours
+from hetero.parallel.neighbours import GatheringNeighbours, Neighbours
 from hetero.parallel.news import News
 from hetero.parallel.node import open_node
 from hetero.parallel.waits import Waits
@@ -44,7 +44,8 @@ class Gloo:
         timeout_seconds: after which a rank that does not answer is lost.
         sum_group: as `Config.sum_group`.
         n_context: see `Comm.n_context`.
-        one_sided: whether ranks of one machine may read each other's shares.
+        one_sided: whether ranks of one machine may read each other's memory.
+        gather_shares: whether they gather shares even so.
         teams: ranks that share a model each, in the same order on all ranks; None: all share one.
         everyone: those that have the other parts of its tensors, and these; None: there are none.
     """
@@ -57,12 +58,13 @@ class Gloo:
         *,
         n_context: int = 1,
         one_sided: bool = True,
+        gather_shares: bool = False,
         teams: Teams | None = None,
         everyone: Company | None = None,
     ) -> None:
         self._owner = Owner(CALLS, self)
         self.node: Node | None = None
-        self._one_sided = one_sided
+        self._one_sided, self._gather_shares = one_sided, gather_shares
         world = dist.get_world_size()
         self._teams = [range(world)] if teams is None else teams
         self._ranks = list(own_of(self._teams))
@@ -109,8 +111,10 @@ class Gloo:
         at = self.rank // self.n_shares
         if isinstance(device, CudaDevice) and len(self._teams) > 1:
             raise ConfigError(
-                "CUDA devices of several machines would gather shares of tensors that ranks divide",
-                advice='let the ranks of a copy be on one machine, with "tp" between machines',
+                "CUDA devices would gather shares of stages, or of tensors that ranks divide",
+                advice="leave gather_shares= out"
+                if self._gather_shares
+                else 'let the ranks of a copy be on one machine, with "tp" and "pp" between them',
             )
         if isinstance(device, CudaDevice):
             on_device = connected(copies, self._timeout)[at]
@@ -128,6 +132,10 @@ class Gloo:
 
     def gather(self, whole: torch.Tensor, what: str, after: Iterable[Ticket]) -> Ticket:
         self._meetings.meet(f"{what}: {whole.numel()} bytes")
+        return self.gather_agreed(whole, what, after)
+
+    def gather_agreed(self, whole: torch.Tensor, what: str, after: Iterable[Ticket]) -> Ticket:
+        """Begin a gather that all ranks are about to make."""
         each, share = whole.numel() // self.n_shares, self.rank % self.n_shares
         mine = whole[share * each : (share + 1) * each]
         return self._opened.begin(whole, mine, what, after)
@@ -177,7 +185,10 @@ class Gloo:
     def nearer(self, layout: Layout) -> Comm:
         node = open_node(self, layout, self._news, self._timeout) if self._one_sided else None
         if node is not None and node.has_all(self.size):
-            return Neighbours(self, node)
+            return (GatheringNeighbours if self._gather_shares else Neighbours)(self, node)
+        if node is not None and self._gather_shares:
+            node.close()
+            return self
         self.node = node  # homes are read on a machine, gradients and calls go between machines
         return self
 

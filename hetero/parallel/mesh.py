@@ -46,6 +46,7 @@ def open_comm(
     sum_group: int = 1,
     *,
     one_sided: bool = True,
+    gather_shares: bool = False,
     averages: bool = False,
     tensor_ranks: Sequence[int] = (),
 ) -> Comm:
@@ -55,7 +56,8 @@ def open_comm(
         mesh: as `Config.mesh`.
         timeout_seconds: after which a rank that does not answer is lost.
         sum_group: as `Config.sum_group`.
-        one_sided: whether ranks of one machine may read each other's shares.
+        one_sided: whether ranks of one machine may read each other's memory.
+        gather_shares: as `Config.gather_shares`.
         averages: whether the caller averages gradients of ranks that each keep a whole model.
         tensor_ranks: those that have the parts of this rank's parameters, which are DTensors.
 
@@ -84,6 +86,7 @@ def open_comm(
         *(n_shares, timeout_seconds, sum_group),
         n_context=n_context,
         one_sided=one_sided,
+        gather_shares=gather_shares,
         teams=teams if len(teams) > 1 else None,  # with the same parts of the same stage
         everyone=Talks(stages, timeout_seconds) if n_tensor else None,
     )

@@ -6,17 +6,24 @@ read them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Protocol
 
-from hetero.device import Device
-from hetero.device.comm import OneSided
+from hetero.device import Device, Ticket
+from hetero.device.comm import Comm, Node, OneSided
 from hetero.parallel.node import BOXES, SharedNode
 
 if TYPE_CHECKING:
     import torch
 
-    from hetero.device.comm import Addends, Comm, Company
+    from hetero.device.comm import Addends, Company
+
+
+class Gatherer(Comm, Protocol):
+    """Ranks that gather."""
+
+    def gather_agreed(self, whole: torch.Tensor, what: str, after: Iterable[Ticket]) -> Ticket:
+        """Begin a gather that all ranks are about to make."""
 
 
 class Neighbours(OneSided):
@@ -32,8 +39,8 @@ class Neighbours(OneSided):
         self.n_shares, self.n_copies = far.n_shares, far.n_copies
         self.n_context = far.n_context
         self.sum_group = far.sum_group
-        self.node = node
-        self._far = far
+        self.node: Node | None = node
+        self._here, self._far = node, far
         self._unlocks: list[Callable[[], None]] = []
         self._sent_bytes = 0
 
@@ -43,7 +50,7 @@ class Neighbours(OneSided):
 
     def outbox(self, n_bytes: int) -> torch.Tensor:
         self._sent_bytes = n_bytes
-        return self.node.outbox(self.rank, self.node.swaps.n_calls + 1)[:n_bytes]
+        return self._here.outbox(self.rank, self._here.swaps.n_calls + 1)[:n_bytes]
 
     def lock_outboxes(self, device: Device) -> None:
         self._lock_boxes([self.rank], device)
@@ -54,19 +61,19 @@ class Neighbours(OneSided):
     def _lock_boxes(self, ranks: Sequence[int], device: Device) -> None:
         for rank in ranks:
             for number in range(BOXES):
-                unlock = device.lock(self.node.outbox(rank, number))
+                unlock = device.lock(self._here.outbox(rank, number))
                 if unlock is not None:
                     self._unlocks.append(unlock)
 
     def exchange(self, what: str) -> Addends:
-        call = self.node.swaps.post(f"{what}: {self._sent_bytes} bytes", b"")
-        return NearAddends(self, call, self._sent_bytes // self.n_shares)
+        call = self._here.swaps.post(f"{what}: {self._sent_bytes} bytes", b"")
+        return NearAddends(self, self._here, call, self._sent_bytes // self.n_shares)
 
     def give_up_exchange(self, why: str) -> None:
-        self.node.swaps.post(why, b"")
+        self._here.swaps.post(why, b"")
 
     def agree(self, row: bytes, what: str) -> list[bytes]:
-        board = self.node.board
+        board = self._here.board
         return board.join(board.post(what, row))
 
     def agree_aside(self, row: bytes, what: str) -> list[bytes]:
@@ -77,14 +84,37 @@ class Neighbours(OneSided):
         self._far.complete(value, cuts, what)
 
     def awaited(self) -> int | None:
-        return self.node.awaited()
+        return self._here.awaited()
 
     def close(self) -> None:
         for unlock in self._unlocks:
             unlock()
         self._unlocks.clear()
-        self.node.close()
+        self._here.close()
         self._far.close()
+
+
+class GatheringNeighbours(Neighbours):
+    """Ranks of one machine that gather each other's shares, which may then lie on their devices.
+
+    Args:
+        far: gathers for them.
+    """
+
+    def __init__(self, far: Gatherer, node: SharedNode) -> None:
+        super().__init__(far, node)
+        self.node = None  # of homes; gradients and calls go through memory as ever
+        self._gatherer = far
+
+    def open_gathers(self, device: Device) -> None:
+        self._gatherer.open_gathers(device)
+
+    def gather(self, whole: torch.Tensor, what: str, after: Iterable[Ticket]) -> Ticket:
+        self.agree(b"", f"{what}: {whole.numel()} bytes")
+        return self._gatherer.gather_agreed(whole, what, after)
+
+    def wait(self, ticket: Ticket) -> None:
+        self._gatherer.wait(ticket)
 
 
 class NearAddends:
@@ -94,15 +124,16 @@ class NearAddends:
     that once all have begun n + 1, which they do after they have read n.
     """
 
-    def __init__(self, comm: Neighbours, call: int, part_bytes: int) -> None:
+    def __init__(self, comm: Neighbours, node: SharedNode, call: int, part_bytes: int) -> None:
         self._comm = comm
+        self._node = node
         self._call = call
         self._part_bytes = part_bytes
 
     def wait(self) -> list[torch.Tensor]:
         comm, n_bytes = self._comm, self._part_bytes
-        comm.node.swaps.join(self._call)
+        self._node.swaps.join(self._call)
         share = comm.rank % comm.n_shares
         here = slice(share * n_bytes, (share + 1) * n_bytes)
-        boxes = (comm.node.outbox(rank, self._call) for rank in range(comm.size))
+        boxes = (self._node.outbox(rank, self._call) for rank in range(comm.size))
         return [box[here] for box in boxes]

@@ -41,7 +41,14 @@ TRAIN_GROUPS: Mapping[str, tuple[str, ...]] = {
         *("precision", "keep_fp32", "frozen", "keep_exact", "activations", "micro_batch", "tile"),
         *("fused_loss", "units", "chunk_bytes"),
     ),
-    "Several ranks": ("mesh", "pipeline", "stages_per_rank", "sum_group", "timeout_seconds"),
+    "Several ranks": (
+        "mesh",
+        "pipeline",
+        "stages_per_rank",
+        "sum_group",
+        "gather_shares",
+        "timeout_seconds",
+    ),
     "Files": ("config", "save_dir", "save_every", "keep", "resume", "out", "track", "record"),
     "Planning": ("dry_run", "profile"),
 }

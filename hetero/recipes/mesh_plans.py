@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from hetero.rehearse.meshes import MeshPlan, StagePlan
     from hetero.rehearse.search import FoundMesh, MeshSearch
 
-NOT_TAKEN = ("lora_rank", "optimizer", "output", "frozen", "device", "sum_group")
+NOT_TAKEN = ("lora_rank", "optimizer", "output", "frozen", "device", "sum_group", "gather_shares")
 
 
 def planned(model: str, given: Mapping[str, Any], positions: int) -> MeshPlan | MeshSearch:

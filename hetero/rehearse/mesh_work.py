@@ -154,6 +154,11 @@ def mesh_work(
             "fused_loss with stages: hetero.prepare knows the head of a whole model alone",
             advice="leave it out, and call hetero.linear_cross_entropy in the last stage's loss",
         )
+    if known.gather_shares and sizes[STAGES] * sizes[TENSOR] > 1:
+        raise ConfigError(
+            "gather_shares with stages or divided tensors, which CUDA devices do not gather",
+            advice="leave it out, or plan ranks that share the model alone",
+        )
     micro_batch = known.micro_batch or 1
     if samples % micro_batch:
         raise ConfigError(

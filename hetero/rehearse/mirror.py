@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from hetero.config import Config
 from hetero.device import Device, Slab, Ticket
 from hetero.device.comm import ALONE_COMM, Alone, Comm, Company, Relay, relay_of
 from hetero.dry import DryDevice
@@ -73,14 +74,16 @@ class Mirror:
     rank = 0
     n_context = 1
 
-    def __init__(self, ranks: Cluster, device: DryDevice, profile: MachineProfile) -> None:
+    def __init__(
+        self, ranks: Cluster, device: DryDevice, profile: MachineProfile, *, gathers: bool
+    ) -> None:
         self.n_shares, self.n_copies, self.n_local = ranks.n_shares, ranks.n_copies, ranks.n_here
         self.sum_group = ranks.sum_group
         self.size, self.members = ranks.size, all_of(ranks.size)
         self.relay: Relay | None = None  # of one machine, where every rank reads all addends
         if ranks.n_machines > 1:
             self.relay = relay_of(0, self.size, self.n_shares, self.sum_group)
-        self.node = MirrorNode(device) if ranks.is_near else None
+        self.node = None if gathers or not ranks.is_near else MirrorNode(device)
         self._device = device
         self._gather_seconds = partial(gather_seconds, profile, ranks)
         self._exchange_seconds = partial(exchange_seconds, profile, ranks)
@@ -163,15 +166,15 @@ class MirrorAddends:
         return self._arrive()
 
 
-def mirrored(mesh: Any, device: DryDevice, profile: MachineProfile, sum_group: int = 1) -> Comm:
+def mirrored(config: Config, device: DryDevice, profile: MachineProfile) -> Comm:
     """Return the ranks of the setting `mesh`; ConfigError if it does not say how many, or if they
     do not form groups."""
-    ranks = ranks_of(mesh, profile)
+    ranks, sum_group = ranks_of(config.mesh, profile), config.sum_group
     check_group(sum_group, ranks.n_shares, ranks.n_copies)
     ranks = ranks._replace(sum_group=sum_group)
     if ranks.size == 1:
         return ALONE_COMM if ranks.n_here == 1 else Alone(ranks.n_here)
-    return Mirror(ranks, device, profile)
+    return Mirror(ranks, device, profile, gathers=config.gather_shares)
 
 
 def ranks_of(mesh: Any, profile: MachineProfile) -> Cluster:

@@ -155,7 +155,7 @@ def rehearse(scene: Scene) -> Rehearsal:
     computes by its numbers or that its batch does not suit.
     """
     device = device_for(scene.config, scene.profile)
-    comm = mirrored(scene.config.mesh, device, scene.profile, scene.config.sum_group)
+    comm = mirrored(scene.config, device, scene.profile)
     scene = replace(scene, **twin_of(scene.model, scene.optimizer)._asdict())
     config = replace(scene.config, device=device, profile=None)
     disk = DryDisk(device, partial(disk_seconds, scene.profile)) if config.nvme else None

@@ -20,24 +20,30 @@ OF_THE_MACHINE = ("host", "nvme_bytes", "pinned")  # settings of bytes that its 
 
 
 def several_gpus(scene: Scene, tokens: float) -> Iterator[WhatIf]:
-    """Yield a row for each number of GPUs of one machine that share the model, each with a batch of
-    its own of so many ``tokens``. Bytes of RAM and disk that were given are those of all ranks."""
+    """Yield rows for each number of GPUs of one machine that share the model, each with a batch of
+    its own of so many ``tokens``: ranks read each other's shares in RAM, or gather them. Bytes of
+    RAM and disk that were given are those of all ranks."""
     if scene.profile.gpu is None or scene.profile.has_one_ram:  # which has one GPU
         return
     for n_ranks in RANKS:
         config = shared(scene.config, n_ranks)
         if ranks_of(config.mesh, scene.profile).is_near:
-            yield row_of(replace(scene, config=config), n_ranks, tokens)
+            for gathers in (False, True):
+                config = replace(config, gather_shares=gathers)
+                yield row_of(replace(scene, config=config), n_ranks, tokens)
 
 
 def row_of(scene: Scene, n_ranks: int, tokens: float) -> WhatIf:
     """Return the row of one of the ranks; of all of them are its tokens a second."""
-    label = f"{n_ranks} GPUs in this machine"
+    gathers = scene.config.gather_shares
+    label = f"{n_ranks} GPUs{', gather_shares' if gathers else ' in this machine'}"
     try:
         found, _, shortfalls = until_it_fits(scene)
     except ConfigError as error:
         return WhatIf(label, False, 0, 0.0, f"refused: {error.args[0]}", 0.0, REHEARSED)
     said = f"{n_ranks} times the tokens a step, by a plan with --ranks {n_ranks}"
+    if gathers:
+        said = "the same ranks with gather_shares=True: homes may be on HBM"
     seconds = found.step_seconds
     speed = n_ranks * tokens / seconds if seconds else 0.0
     change = in_words(shortfalls) or said

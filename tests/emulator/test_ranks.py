@@ -45,6 +45,7 @@ GATHERED: list[tuple[int, dict[str, Any]]] = [
     (2, {"settings": {"pinned": 2**17, "activations": "offload"}, "machines": [0, 1]}),
     (2, {"settings": ON_DISK, "width": 128, "n_blocks": 14}),
     (2, {"settings": ON_HBM, "machines": [0, 1], "on_hbm": True}),
+    (2, {"settings": {**ON_HBM, "gather_shares": True}, "on_hbm": True}),
     (4, {"settings": {**ON_HBM, "pinned": 2**17}, "machines": [0, 0, 1, 1], "on_hbm": True}),
 ]
 """Of ranks whose copy is on several machines, or weights on disk: they gather shares in frames on

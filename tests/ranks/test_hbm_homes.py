@@ -68,6 +68,30 @@ def test_shares_on_hbm_train_as_micro_batches(
         assert found.on_hbm
 
 
+NEAR: list[tuple[int, dict[str, Any]]] = [
+    (3, {"passes": 2}),
+    (2, {"settings": {"precision": "bf16", "frozen": "int8"}, "frozen": (1, 2)}),
+    (2, {"settings": {"activations": "offload"}, "slow": 1}),
+    (4, {"settings": {"sum_group": 2}, "mesh": {"dp_replicate": 2, "dp_shard": 2}}),
+]
+
+
+@pytest.mark.campaign(seconds=5)
+@pytest.mark.parametrize("room", [SOME, ALL], ids=["some", "all"])
+@pytest.mark.parametrize(("n_ranks", "case"), NEAR, ids=str)
+def test_ranks_of_one_machine_that_gather_have_homes_on_hbm(
+    n_ranks: int, case: dict[str, Any], room: dict[str, Any]
+) -> None:
+    case = dict(case)
+    settings = {**room, "gather_shares": True, **case.pop("settings", {})}
+    run = replace(run_of(settings, **case), one_sided=True)
+    by = by_one_rank if settings.keys() & {"precision", "frozen"} else by_torch
+    expected = by(run, n_ranks)
+    for found in run_ranks(n_ranks, by_ranks, run):
+        assert_same(found, expected)
+        assert found.on_hbm
+
+
 def prepared(**settings: Any) -> tuple[Any, Any, Run]:
     run = run_of({**ALL, **settings})
     model, plain = built(run)

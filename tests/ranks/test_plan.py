@@ -79,6 +79,12 @@ def test_a_rank_of_copies_takes_what_was_planned() -> None:
 
 
 @pytest.mark.campaign(seconds=3)
+@pytest.mark.parametrize("name", ["clipped", "bf16"])
+def test_a_rank_that_gathers_on_its_machine_takes_what_was_planned(name: str) -> None:
+    assert_planned(3, name, {"dp_shard": 3}, gather_shares=True)
+
+
+@pytest.mark.campaign(seconds=3)
 @pytest.mark.parametrize(
     ("mesh", "sum_group"),
     [({"dp_shard": 3}, 1), ({"dp_replicate": 2, "dp_shard": 2}, 1), ({"dp_shard": 4}, 2)],

@@ -301,6 +301,7 @@ def test_sums_over_tensors_take_the_time_of_the_wire() -> None:
         ({"mesh": {"pp": 2}, "stages_per_rank": 2}, "schedule='1f1b' with 2 stages a rank"),
         ({"mesh": {"pp": 2}, "samples": 5, "schedule": "interleaved"}, "no equal rounds of 5"),
         ({"mesh": {"pp": 2}, "fused_loss": True}, "fused_loss with stages"),
+        ({"mesh": {"pp": 2}, "gather_shares": True}, "gather_shares with stages"),
     ],
 )
 def test_what_cannot_be_planned_is_refused(given: dict[str, Any], said: str) -> None:

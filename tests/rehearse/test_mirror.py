@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from hetero.config import Config
 from hetero.device import Device, SimDevice
 from hetero.dry import DryDevice
 from hetero.errors import ConfigError
@@ -36,14 +37,23 @@ def bytes_of(dry: DryDevice, n_bytes: int) -> torch.Tensor:
 
 
 def test_ranks_of_one_machine_read_each_others_homes() -> None:
-    assert mirrored({"dp_shard": 4}, device(), cluster(4)).node is not None
-    assert mirrored({"dp_replicate": 8, "dp_shard": 4}, device(), cluster(4)).node is not None
-    assert mirrored({"dp_shard": 8}, device(), cluster(4)).node is None
+    assert mirrored(Config(mesh={"dp_shard": 4}), device(), cluster(4)).node is not None
+    assert (
+        mirrored(Config(mesh={"dp_replicate": 8, "dp_shard": 4}), device(), cluster(4)).node
+        is not None
+    )
+    assert mirrored(Config(mesh={"dp_shard": 8}), device(), cluster(4)).node is None
+
+
+def test_ranks_of_one_machine_that_gather_read_no_homes() -> None:
+    gathers = Config(mesh={"dp_shard": 4}, gather_shares=True)
+
+    assert mirrored(gathers, device(), cluster(4)).node is None
 
 
 def test_a_gather_takes_its_lane_while_compute_goes_on() -> None:
     dry, machine = device(), cluster(4)
-    comm = mirrored({"dp_shard": 8}, dry, machine)
+    comm = mirrored(Config(mesh={"dp_shard": 8}), dry, machine)
     expected = gather_seconds(machine, on_machines(machine, 8, 1), 10**9)
 
     place, source = bytes_of(dry, 10**6), bytes_of(dry, 10**6)
@@ -62,7 +72,7 @@ def test_a_gather_takes_its_lane_while_compute_goes_on() -> None:
 
 def test_sums_wait_for_the_network_and_for_the_memory_of_a_machine() -> None:
     dry, machine = device(), cluster(4)
-    comm = mirrored({"dp_shard": 8}, dry, machine)
+    comm = mirrored(Config(mesh={"dp_shard": 8}), dry, machine)
     comm.outbox(8 * 10**6)
 
     found = comm.exchange("bucket").wait()
@@ -76,7 +86,7 @@ def test_sums_wait_for_the_network_and_for_the_memory_of_a_machine() -> None:
 
 def test_groups_wait_for_their_own_memory_and_for_sums_of_others() -> None:
     dry, machine = device(), cluster(4)
-    comm = mirrored({"dp_shard": 8}, dry, machine, sum_group=4)
+    comm = mirrored(Config(mesh={"dp_shard": 8}, sum_group=4), dry, machine)
     comm.outbox(8 * 10**6)
 
     found = comm.exchange("bucket").wait()
@@ -97,9 +107,9 @@ def test_groups_wait_for_their_own_memory_and_for_sums_of_others() -> None:
 
 
 def test_groups_on_one_machine_read_all_addends() -> None:
-    assert mirrored({"dp_shard": 4}, device(), cluster(4), sum_group=2).relay is None
+    assert mirrored(Config(mesh={"dp_shard": 4}, sum_group=2), device(), cluster(4)).relay is None
     with pytest.raises(ConfigError, match="sum_group=3"):
-        mirrored({"dp_shard": 4}, device(), cluster(4), sum_group=3)
+        mirrored(Config(mesh={"dp_shard": 4}, sum_group=3), device(), cluster(4))
 
 
 @pytest.mark.parametrize("make", [device, SimDevice])

@@ -9,6 +9,7 @@ import pytest
 
 from hetero.rehearse.plan import Plan, plan
 from hetero.report.views import WhatIf
+from hetero.types import Kind, Tier
 
 pytest.importorskip("transformers")
 
@@ -79,8 +80,20 @@ def test_a_row_of_several_gpus_is_the_plan_of_one_of_the_ranks() -> None:
     assert row.tokens_per_second == pytest.approx(2 * found.tokens_per_second)
 
 
+def test_a_row_of_gpus_that_gather_is_the_plan_of_one_of_them_with_homes_on_hbm() -> None:
+    given = {"layers": 2, "hbm": "1200MiB", "host": "6400MiB"}
+    said = {row.label: row for row in planned(estimates=True, **given).what_if}
+    row, read = said["2 GPUs, gather_shares"], said["2 GPUs in this machine"]
+    found = planned(mesh={"dp_shard": 2}, gather_shares=True, **{**given, "host": "3200MiB"})
+
+    assert found.fits and row.fits
+    assert row.step_seconds == pytest.approx(found.step_seconds)
+    assert row.step_seconds < read.step_seconds
+    assert found.rehearsal.kinds[Tier.HBM, Kind.STATE]
+
+
 def test_a_row_of_several_gpus_divides_what_ram_was_given() -> None:
-    (*_, short) = rows().values()
+    short = rows()["8 GPUs in this machine"]
     found = planned(mesh={"dp_shard": 8}, host="200MiB")
 
     assert not short.fits and not found.fits
