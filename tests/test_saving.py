@@ -17,7 +17,7 @@ import numpy
 import pytest
 import torch
 from safetensors import safe_open
-from torch import nn
+from torch import Tensor, nn
 
 import hetero
 from hetero.api import engine_of, prepare_tuned
@@ -36,6 +36,7 @@ from hetero.status import status
 from hetero.testing.faults import FaultPlan
 from hetero.train.engine.snapshot import Saving
 from hetero.train.engine.tuning import Tuning
+from tests.campaigns.optimizers import Base
 
 WIDTH = 128
 TUNING = {"extent_numel": 4096}
@@ -45,7 +46,27 @@ WHERE: dict[str, dict[str, Any]] = {
     "disk": {"hbm": "1200KiB", "host": "4400KiB", "nvme": True},
     "sim": {"device": "cpu:sim", "hbm": "900KiB", "host": "4400KiB", "nvme": True},
 }
+
+
+class Factored(Base):
+    """States as those of transformers' Adafactor: means of rows and of columns, as vectors."""
+
+    def update(self, group: dict[str, Any], param: Tensor, state: dict[str, Any]) -> None:
+        square = param.grad.square() + 1e-8
+        if param.dim() < 2:
+            mean = state.setdefault("square", torch.zeros_like(param)).lerp_(square, 0.1)
+        else:
+            dims = {"row": -1, "column": -2}
+            for key, dim in dims.items():
+                found = square.mean(dim)
+                state.setdefault(key, torch.zeros_like(found)).lerp_(found, 0.1)
+            row = state["row"] / state["row"].mean(-1, keepdim=True)
+            mean = row.unsqueeze(-1) * state["column"].unsqueeze(-2)
+        param.addcdiv_(param.grad, mean.sqrt(), value=-group["lr"])
+
+
 RULES: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "factored": Factored,
     "adamw": lambda params: torch.optim.AdamW(params, lr=1e-2),
     "adafactor": lambda params: torch.optim.Adafactor(params, lr=1e-2),
 }
@@ -140,7 +161,7 @@ def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
     return left.keys() == right.keys() and all(torch.equal(left[k], right[k]) for k in left)
 
 
-WHAT = [("adamw", "fp32"), ("adafactor", "fp32"), ("adamw", "bf16")]
+WHAT = [("adamw", "fp32"), ("adafactor", "fp32"), ("factored", "fp32"), ("adamw", "bf16")]
 
 
 @pytest.mark.campaign(seconds=3)

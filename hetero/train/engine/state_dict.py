@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -232,6 +233,13 @@ class Trial(NamedTuple):
         probe = torch.zeros(probe_shape(self.shape), dtype=dtype, device="cpu")
         probe.grad = torch.zeros_like(probe)
         there = {key: self._on_probe(key, make[1], settings) for key, make in self.tensors.items()}
+        if None in there.values():  # of fewer dimensions: the rule shows which ones, if it makes it
+            other = probe.clone()
+            other.grad = torch.zeros_like(other)
+            with torch.no_grad():
+                (fresh,) = rule.run(settings, [other], [{}])
+            for key in [key for key, shape in there.items() if shape is None and key in fresh]:
+                there[key] = self._as_made(key, fresh[key], probe.shape)
         state = {
             key: torch.zeros(shape, dtype=self.tensors[key][0], device="cpu")
             for key, shape in there.items()
@@ -244,6 +252,17 @@ class Trial(NamedTuple):
         lost = [key for key, shape in there.items() if shape is None and key in after]
         if lost:  # of a shape that the rule does not give them
             raise ValueError(f"{lost[0]} is of shape {list(self.tensors[lost[0]][1])}")
+
+    def _as_made(self, key: str, made: Any, probe: tuple[int, ...]) -> tuple[int, ...] | None:
+        """Return the shape that the rule gives a state of the tiny parameter, if it gives the whole
+        parameter's the one there is; else None. Both have some dimensions of their parameter."""
+        shape = self.tensors[key][1]
+        tiny = tuple(made.shape) if isinstance(made, torch.Tensor) else None
+        for kept in itertools.combinations(range(len(probe)), len(shape)):
+            there = tuple(probe[at] for at in kept), tuple(self.shape[at] for at in kept)
+            if there == (tiny, shape):
+                return tiny
+        return None
 
     def _on_probe(
         self, key: str, shape: tuple[int, ...], settings: Group
