@@ -22,6 +22,7 @@ from torch import Tensor, nn
 import hetero
 from hetero.api import engine_of, prepare_tuned
 from hetero.checkpoint.manifest import MANIFEST, SHARD, decode, encode
+from hetero.checkpoint.save import KINDS, WEIGHTS
 from hetero.config import Config
 from hetero.errors import (
     CheckpointCorrupt,
@@ -187,6 +188,26 @@ def test_a_run_goes_on_bit_for_bit_anywhere(
         assert status(again[0]).steps == 3
         assert train(*again, 3) == losses, other
         assert same(values(again[0]), values(whole[0])), other
+
+
+@pytest.mark.parametrize("where", ["resident", "paged", "disk"])
+@pytest.mark.parametrize("saved", [KINDS, WEIGHTS], ids=["saved whole", "saved without"])
+def test_a_load_without_states_leaves_the_optimizer_as_it_is(
+    disk: Path, where: str, saved: tuple[str, ...]
+) -> None:
+    model, optimizer, scheduler = make(disk, where)
+    train(model, optimizer, scheduler, 2)
+    hetero.save_checkpoint(disk / "saved", model, optimizer, kinds=saved)
+    weights = values(model)
+    train(model, optimizer, scheduler, 1)
+    moments, rates = first_moments(model, optimizer), [g["lr"] for g in optimizer.param_groups]
+
+    hetero.load_checkpoint(disk / "saved", model, optimizer, kinds=WEIGHTS)
+
+    assert same(values(model), weights)
+    assert same(first_moments(model, optimizer), moments)
+    assert [group["lr"] for group in optimizer.param_groups] == rates
+    assert {float(state["step"]) for state in optimizer.state.values()} == {3.0}
 
 
 class Slow(IO):

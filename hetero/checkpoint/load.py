@@ -89,7 +89,8 @@ def load_checkpoint(
         model, optimizer: as `hetero.prepare` returned them, at the precision of the checkpoint.
         scheduler, data: get their saved states.
         step: which checkpoint; None: the newest.
-        kinds: the kinds of parts to load, of `KINDS`; others stay as they are.
+        kinds: the kinds of parts to load, of `KINDS`; others stay as they are. Without "state" that
+            is all of the optimizer, with the settings of its groups.
         io: the access to files; tests pass one that fails.
 
     Raises:
@@ -134,7 +135,8 @@ def load_checkpoint(
         together(comm, "a load", give)
         # 2. load the tensors; until all are loaded the model is unusable
         engine.broken.begin_load(reader.path)
-        begin_again(engine, empty)
+        if "state" in kinds:
+            begin_again(engine, empty)
         given = [kind for kind in kinds if kind != "buffer" or adapting is None]
         todo = matched([p for p in parts_of(engine) if p.name.kind in given], own)
         with engine.setup.store.writing_shares("the beginning of a load"):
@@ -148,7 +150,9 @@ def load_checkpoint(
             put = partial(own_buffers.put, engine, names, saved.own_buffers)
             together(comm, "the end of a load", put)
         # 3. load all other values
-        take_scalars(engine, saved.scalars)
+        if "state" in kinds:
+            take_scalars(engine, saved.scalars)
+            restore_groups(engine, saved)
         restore(engine, saved)
         engine.broken.end_load()
     return saved.extra
@@ -184,11 +188,12 @@ def checked(
             adapting = adapted(engine.setup.model, own)
     check_entries(engine, own.entries, kinds, adapting)
     check_given(saved, scheduler=scheduler, data=data)
-    saved_states = (e for e in own.entries if e.kind == "state")
+    saved_states = [e for e in own.entries if e.kind == "state"] if "state" in kinds else []
     states = own_makes(engine, ((name_of(e), dtype_of(e), e.shape) for e in saved_states))
     with only_saved(reader):
         check_values(engine, saved)
-        check_states(engine, saved.groups, states, saved.scalars)
+        if "state" in kinds:
+            check_states(engine, saved.groups, states, saved.scalars)
         check_schedule(engine, scheduler, saved.scheduler)
     return Checked(reader, own, saved, adapting, states)
 
@@ -316,19 +321,24 @@ def adapt(engine: Engine, reader: CheckpointReader | OwnEntries) -> None:
     check_entries(engine, reader.entries, ("buffer",))
 
 
+def restore_groups(engine: Engine, saved: SavedValues) -> None:
+    """Set the settings of the optimizer's groups."""
+    if engine.optimizer is None:
+        return
+    for group, settings in zip(engine.optimizer.param_groups, saved.groups, strict=True):
+        for key, value in settings.items():
+            mine = group.get(key)
+            if isinstance(mine, torch.Tensor) and isinstance(value, torch.Tensor):
+                mine.copy_(value)  # a scheduler may hold it
+            elif key not in MEMBERS:  # of which older checkpoints have names
+                group[key] = value
+
+
 def restore(engine: Engine, saved: SavedValues) -> None:
-    """Set the groups' settings, the loss scale, the generators and the count of steps."""
+    """Set the loss scale, the generators and the count of steps."""
     engine.setup.steps = saved.steps
     if engine.scaler is not None and saved.scaler is not None:
         engine.scaler.load_state_dict(saved.scaler)
-    if engine.optimizer is not None:
-        for group, settings in zip(engine.optimizer.param_groups, saved.groups, strict=True):
-            for key, value in settings.items():
-                mine = group.get(key)
-                if isinstance(mine, torch.Tensor) and isinstance(value, torch.Tensor):
-                    mine.copy_(value)  # a scheduler may hold it
-                elif key not in MEMBERS:  # of which older checkpoints have names
-                    group[key] = value
     comm = engine.setup.comm  # of which all ranks of a tensor have one number: they draw the same
     if comm.rank and saved.own_rng is None:
         seed_generators(saved.rng, comm)

@@ -44,6 +44,7 @@ from hetero.version import __version__
 
 SAVE_THREADS = 2  # one checksums and copies while the other writes
 KINDS = ("param", "master", "state", "buffer")  # of a model's parts
+WEIGHTS = ("param", "master", "buffer")  # the model's own, without its optimizer
 STATES = ("state",)  # the optimizer's alone, for a script that saves the weights itself
 
 
@@ -364,10 +365,11 @@ class Plan:
         self._first: set[int] = set()
         """Numbers of those that no rank before this one has."""
         self.root: Folder | None = None
+        self.has_states = True
 
     def list_parts(self, engine: Engine, kinds: Collection[str]) -> None:
         given = (part for part in parts_of(engine, as_now=True) if part.name.kind in kinds)
-        found = in_whole(given, self.names)
+        found, self.has_states = in_whole(given, self.names), "state" in kinds
         if self.comm.size > 1:  # ranks need not have seen the same forward
             found.sort(key=lambda part: part.name)
         self.numbered = list(enumerate(found))
@@ -481,7 +483,8 @@ class Writing:
         with self._root, self._writer:
             self._read()
             plan, failed = self._plan, self._saving.error
-            named = {plan.names.whole(name): each for name, each in self._scalars.items()}
+            kept = self._scalars if plan.has_states else {}
+            named = {plan.names.whole(name): each for name, each in kept.items()}
             scalars = {"scalars": encode_scalars(named)}
             own = plan.told if plan.names.is_whole else {**plan.told, **scalars}
             path = self._writer.commit({**plan.meta, **scalars}, own, failed)

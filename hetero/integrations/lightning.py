@@ -26,7 +26,7 @@ from torch import nn
 
 from hetero.api import company_of, empty_init, engine_of, prepare
 from hetero.checkpoint.load import read_weights
-from hetero.checkpoint.save import newest_step, save_latest
+from hetero.checkpoint.save import KINDS, WEIGHTS, newest_step, save_latest
 from hetero.config import Config, Settings
 from hetero.errors import ConfigError, StateError
 from hetero.integrations.lightning_devices import (
@@ -35,12 +35,13 @@ from hetero.integrations.lightning_devices import (
     SeveralRanks,
     names_ranks,
 )
-from hetero.integrations.prepared import is_prepared, load_states, plain_again, trains
+from hetero.integrations.prepared import Told, is_prepared, load_states, plain_again, trains
 from hetero.train.update.optimizer import Optimizer
 
 NAME = "hetero"  # of both strategies
 TIED = "hetero_tied"  # entry of a checkpoint: further names of tied weights
-OURS = ("state_dict", "optimizer_states")  # entries of a checkpoint whose tensors hetero writes
+MODEL, OPTIMIZERS = "state_dict", "optimizer_states"
+"""Entries of a checkpoint whose tensors hetero writes."""
 
 
 def step_in(context: str, name: str) -> Callable[..., Any]:
@@ -66,6 +67,7 @@ class TrainerPart(pytorch.Strategy):
         place.__init__(config, **settings)
         self._step: StepForward | None = None
         self._directory = False  # whether the checkpoint to load was one of hetero's
+        self._told = Told()
 
     # -- setting up ------------------------------------------------------------------------------
 
@@ -143,18 +145,35 @@ class TrainerPart(pytorch.Strategy):
         inner = getattr(optimizer, "_optimizer", optimizer)
         return {} if isinstance(inner, Optimizer) else super().optimizer_state(optimizer)
 
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return the module's state, which callbacks and hooks may change before it is saved."""
+        state: dict[str, Any] = super().lightning_module_state_dict()
+        return self._told.tell(state)
+
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None
     ) -> None:
-        """Write a directory; for weights alone, or a model that is not prepared, one file."""
-        if not trains(self._module) or "optimizer_states" not in checkpoint:
-            if "state_dict" in checkpoint:  # unless the module has taken it out
-                state = self.for_file(checkpoint["state_dict"], second_names(self._module))
-                checkpoint = {**checkpoint, "state_dict": state}
-            super().save_checkpoint(checkpoint, filepath, storage_options)
-            return
-        rest = {key: value for key, value in checkpoint.items() if key not in OURS}
-        save(filepath, self._module, rest)
+        """Write a directory; for weights alone, or a model that is not prepared, one file.
+
+        A directory has the model as it trains; a ``state_dict`` that a callback or hook put in
+        place of that, or changed, is next to it, and is what a load gives.
+        """
+        told, self._told = self._told, Told()
+        ties, whole = second_names(self._module), trains(self._module) and OPTIMIZERS in checkpoint
+        hidden: tuple[str, ...] = ()
+        if whole:
+            hidden = (
+                (OPTIMIZERS, MODEL) if told.is_as_told(checkpoint.get(MODEL)) else (OPTIMIZERS,)
+            )
+        rest = {
+            key: self.for_file(value, ties) if key == MODEL or told.is_in(value) else value
+            for key, value in checkpoint.items()
+            if key not in hidden
+        }
+        if whole:
+            save(filepath, self._module, rest)
+        else:
+            super().save_checkpoint(rest, filepath, storage_options)
 
     def load_checkpoint(
         self, checkpoint_path: str | Path, *args: Any, **kwargs: Any
@@ -165,12 +184,18 @@ class TrainerPart(pytorch.Strategy):
         if not self._directory:
             found: dict[str, Any] = super().load_checkpoint(path, *args, **kwargs)
             return found
-        return load(path, self._module, *args, **kwargs)
+        rest = load(path, self._module, *args, **kwargs)
+        if MODEL not in rest:  # hooks may read it, and change what is to be loaded
+            rest[MODEL] = self._told.tell(self._module.state_dict())
+        return {**rest, OPTIMIZERS: [{} for _ in self.optimizers]}
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load the module's state from Lightning's file; a directory's is loaded already."""
-        if not self._directory:
-            super().load_model_state_dict(checkpoint, strict)
+        """Load the module's state from Lightning's file, or as hooks made it; a directory's is
+        loaded already."""
+        told, self._told = self._told, Told()
+        if self._directory and told.is_as_told(checkpoint.get(MODEL)):
+            return
+        super().load_model_state_dict({**checkpoint, MODEL: told.apart(checkpoint[MODEL])}, strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load the optimizer's state from Lightning's file."""
@@ -264,8 +289,15 @@ class FabricPart(FabricStrategy):
             return
         hidden = (model, engine_of(model).optimizer)
         others = {k: v for k, v in state.items() if not any(v is each for each in hidden)}
-        rest = self._convert_stateful_objects_in_state(others, kwargs.get("filter") or {})
-        save(path, model, rest)
+        filters = kwargs.get("filter") or {}
+        taken = next((key for key in filters if key in state and key not in others), None)
+        if taken is not None:
+            raise ConfigError(
+                f"filter= of {taken!r}: a checkpoint of a prepared model is whole",
+                advice="save what you filtered from its state_dict() under a name of its own",
+            )
+        rest = self._convert_stateful_objects_in_state(others, filters)
+        save(path, model, rest, kinds_of(state, model))
 
     def load_checkpoint(
         self, path: str | Path, state: Any = None, strict: bool = True, *args: Any, **kwargs: Any
@@ -278,7 +310,7 @@ class FabricPart(FabricStrategy):
         if model is None or not is_ours(path):
             found: dict[str, Any] = super().load_checkpoint(path, state, strict, *args, **kwargs)
             return found
-        rest = load(path, model, *args, **kwargs)
+        rest = load(path, model, *args, kinds=kinds_of(things, model), **kwargs)
         for name in [name for name in things if name in rest]:
             if hasattr(things[name], "load_state_dict"):
                 things[name].load_state_dict(rest.pop(name))
@@ -380,18 +412,28 @@ def first_path(path: str | Path, model: nn.Module) -> str:
     return os.fsdecode(told[0])
 
 
-def save(path: str | Path, model: nn.Module, rest: dict[str, Any]) -> None:
+def kinds_of(state: Mapping[str, Any], model: nn.Module) -> Sequence[str]:
+    """Return the kinds of parts that a state of Fabric's names: its optimizer's, or none of it."""
+    optimizer = engine_of(model).optimizer
+    return KINDS if any(thing is optimizer for thing in state.values()) else WEIGHTS
+
+
+def save(
+    path: str | Path, model: nn.Module, rest: dict[str, Any], kinds: Sequence[str] = KINDS
+) -> None:
     """Write a model, its optimizer and the rest; replace an existing checkpoint."""
     path = first_path(path, model)
     written = io.BytesIO()
     torch.save({**rest, TIED: second_names(model)}, written)
     extra = torch.frombuffer(bytearray(written.getvalue()), dtype=torch.uint8)
-    save_latest(path, model, engine_of(model).optimizer, extra)
+    save_latest(path, model, engine_of(model).optimizer, extra, kinds=kinds)
 
 
-def load(path: str | Path, model: nn.Module, *args: Any, **kwargs: Any) -> dict[str, Any]:
+def load(
+    path: str | Path, model: nn.Module, *args: Any, kinds: Sequence[str] = KINDS, **kwargs: Any
+) -> dict[str, Any]:
     """Load a model and its optimizer; returns the rest of the checkpoint."""
-    rest = opened(load_states(path, model), *args, **kwargs)
+    rest = opened(load_states(path, model, kinds), *args, **kwargs)
     rest.pop(TIED, None)
     return rest
 
@@ -426,7 +468,7 @@ def read(
     weights.update({name: weights[first] for name, first in found.pop(TIED, {}).items()})
     if isinstance(map_location, (str, torch.device)):
         weights = {name: value.to(map_location) for name, value in weights.items()}
-    return {**found, "state_dict": weights}
+    return {MODEL: weights, OPTIMIZERS: [{}], **found}  # a hook may have saved another model
 
 
 def is_ours(path: str | Path) -> bool:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 from torch import nn
 
 from hetero.api import engine_of, prepare_tuned, release
@@ -103,3 +104,29 @@ def newest(folder: Path) -> str:
         raise StateError(
             f"{folder} has no checkpoint", advice="name a directory that save_state wrote"
         ) from error
+
+
+class Told:
+    """A state dict that hooks were told, and what was in it then."""
+
+    def __init__(self) -> None:
+        self._state: dict[str, Any] | None = None
+        self._then: dict[str, Any] = {}
+
+    def tell(self, state: dict[str, Any]) -> dict[str, Any]:
+        self._state, self._then = state, dict(state)
+        return state
+
+    def is_in(self, thing: object) -> bool:
+        """Whether something is that state dict."""
+        return self._state is not None and thing is self._state
+
+    def apart(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a state dict with copies of what was told: it may be of the model that loads it,
+        where one of several names of a tensor would read what another wrote."""
+        told = {id(value) for value in self._then.values() if isinstance(value, torch.Tensor)}
+        return {name: v.clone() if id(v) in told else v for name, v in state.items()}
+
+    def is_as_told(self, state: dict[str, Any] | None) -> bool:
+        """Whether a state dict has the values that were told, and no others."""
+        return state is not None and self._state is not None and same(state, self._then)

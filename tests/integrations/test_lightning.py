@@ -187,6 +187,62 @@ def test_only_the_best_and_the_last_checkpoints_stay(tmp_path: Path) -> None:
     assert run.validate(Model(), loader(2), ckpt_path="best", verbose=False)[0]["val"] > 0
 
 
+class Halved(Model):
+    """Its checkpoints have other weights than it trains with."""
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        state = checkpoint["state_dict"]
+        checkpoint["state_dict"] = {name: value / 2 for name, value in state.items()}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        state = checkpoint["state_dict"]
+        checkpoint["state_dict"] = {name: value * 2 for name, value in state.items()}
+
+
+class Reading(Model):
+    """Its hook reads what is loaded, and changes some of it in place."""
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.seen.append(len(checkpoint["optimizer_states"]))
+        state = checkpoint["state_dict"]
+        name = next(iter(state))
+        state[name] = state[name] + 1.0
+
+
+@pytest.mark.campaign(seconds=3)
+@pytest.mark.parametrize("kind", [Halved, Reading])
+def test_what_hooks_make_of_a_checkpoints_weights_is_saved_and_loaded(
+    kind: type[Model], tmp_path: Path
+) -> None:
+    found: list[list[Model]] = []
+    for name, make in (("stock", lambda: "auto"), ("ours", ours)):
+        path, first, second = tmp_path / f"{name}.ckpt", kind(), kind()
+        run = trainer(tmp_path, make(), max_epochs=1)
+        run.fit(first, loader(), loader(2))
+        run.save_checkpoint(path)
+        trainer(tmp_path, make()).fit(second, loader(), loader(2), ckpt_path=path)
+        found.append([first, second, kind.load_from_checkpoint(path, weights_only=False)])
+
+    for expected, model in zip(*found, strict=True):
+        assert model.seen == expected.seen
+        assert_equal(model.state_dict(), expected.state_dict())
+
+
+def test_a_checkpoint_of_averaged_weights_has_them(tmp_path: Path) -> None:
+    averaging = pytest.importorskip("lightning.pytorch.callbacks.weight_averaging")
+    found = []
+    for name, strategy in (("stock", "auto"), ("ours", ours(hbm="64MiB"))):
+        callbacks = [
+            saving(tmp_path / name, every_n_train_steps=4, save_top_k=-1),
+            averaging.EMAWeightAveraging(decay=0.9),
+        ]
+        fitted(trainer(tmp_path, strategy, callbacks=callbacks, enable_checkpointing=True))
+        path = tmp_path / name / "step=4.ckpt"
+        found.append(Model.load_from_checkpoint(path, weights_only=False).state_dict())
+
+    assert_equal(found[1], found[0])
+
+
 def test_a_checkpoint_of_the_stock_trainer_is_gone_on_with(tmp_path: Path) -> None:
     whole = fitted(trainer(tmp_path, max_epochs=2))
     first = trainer(tmp_path, max_epochs=1)
@@ -333,3 +389,35 @@ def test_fabric_gives_the_same_numbers_and_goes_on_from_what_it_saved(tmp_path: 
     assert first + second == expected
     assert hetero.status(whole["model"].module).evictions > 0
     assert_equal(whole["model"].state_dict(), state["model"].state_dict())
+
+
+def test_a_model_that_fabric_saves_or_loads_alone_leaves_its_optimizer_as_it_is(
+    tmp_path: Path,
+) -> None:
+    found = []
+    for name in ("stock", "ours"):
+        made = []
+        for _ in range(2):
+            kind = HeteroFabricStrategy(device="cpu:sim", hbm=HBM, chunk_bytes=2048)
+            made.append(Fabric(accelerator="cpu", strategy="auto" if name == "stock" else kind))
+        fabric, other = made
+        _, first = fabric_run(fabric, 3)
+        _, second = fabric_run(other, 2)
+        fabric.save(tmp_path / name, {"model": first["model"]})
+        other.load(tmp_path / name, {"model": second["model"]})
+        (tokens,) = next(iter(loader()))
+        other.backward(second["model"](tokens).square().mean())
+        second["optimizer"].step()
+        found.append([state["model"].state_dict() for state in (first, second)])
+
+    for expected, state in zip(*found, strict=True):
+        assert_equal(state, expected)
+
+
+def test_fabric_saves_a_prepared_model_whole_or_refuses(tmp_path: Path) -> None:
+    strategy = HeteroFabricStrategy(device="cpu:sim", hbm=HBM, chunk_bytes=2048)
+    fabric = Fabric(accelerator="cpu", strategy=strategy)
+    _, state = fabric_run(fabric, 1)
+
+    with pytest.raises(ConfigError, match="a checkpoint of a prepared model is whole"):
+        fabric.save(tmp_path / "x", state, filter={"model": lambda name, value: "head" in name})
