@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import re
 import select
 import threading
 import time
@@ -30,6 +31,8 @@ CALLS = "the ranks' calls, which its parent makes"
 SAID_BYTES, ROW_BYTES, HEAD_BYTES = 96, 400, 16
 ENTRY_BYTES = HEAD_BYTES + SAID_BYTES + ROW_BYTES
 N_ENTRIES = 64
+GATHER = re.compile(r"bucket \d+ to HBM")
+"""What a call for a gather in frames begins with."""
 PAUSES_SECONDS = (0.0, 0.0001, 0.001)
 """Between looks at another rank's memory; the last one repeats."""
 LOOKS = 64
@@ -209,8 +212,15 @@ def check_calls(calls: Sequence[tuple[int, str]], members: Members) -> None:
     if len(set(calls)) == 1:
         return
     said = members.listed(f"call {number}, {what}" for number, what in calls)
-    raise DivergenceError(
-        f"ranks that share a model go different ways ({said})",
-        advice="all ranks must step, clip, save, load, export and write weights alike: call the"
-        " same lines on every rank",
-    )
+    if any(GATHER.match(what) for _, what in calls):
+        advice = (
+            "ranks that gather shares have to use the model alike, on batches of one size where it"
+            " does not fit HBM: call the same lines on every rank, and pad batches to one length"
+        )
+    else:
+        advice = (
+            "all ranks must step, clip, save, load, export and write weights alike: call the same"
+            " lines on every rank; with micro_batch= or reentrant checkpointing each slice and each"
+            " block is a pass of its own, of which all have to make as many"
+        )
+    raise DivergenceError(f"ranks that share a model go different ways ({said})", advice=advice)
