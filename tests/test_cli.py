@@ -26,6 +26,7 @@ from hetero.device import CpuDevice, Slab
 from hetero.errors import ConfigError
 from hetero.plan.presets import PRESETS
 from hetero.recipes import doctor
+from hetero.recipes.endings import stopping
 from hetero.recipes.findings import Check, Examination, Level
 from hetero.recipes.folders import recorded_in
 from hetero.recipes.guide import ORDER, TRAIN_EXAMPLES, TRAIN_GROUPS
@@ -606,3 +607,10 @@ class TestBench:
 
         assert result.exit_code == 2
         assert "fast, slow" in result.stderr
+
+
+def test_a_second_ctrl_c_ends_a_run_at_once_with_its_status() -> None:
+    with pytest.raises(SystemExit) as ended, stopping():
+        raise KeyboardInterrupt
+
+    assert ended.value.code == 130

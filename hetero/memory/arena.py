@@ -297,7 +297,10 @@ class Arena:
         more = max(need + pinned + leased - have, need)
         advice = f"raise hbm= by at least {format_bytes(more)}"
         if leased:
-            advice += "; or drop the views of parameters that are kept outside (p.detach(), p.data)"
+            advice += (
+                "; or drop the views of parameters that are kept outside (p.detach(), p.data), and"
+                " name fewer in one call of torch.autograd.grad or backward(inputs=)"
+            )
         return OutOfMemory(
             f"unit {name!r} needs {format_bytes(need)} of frames; of {format_bytes(have)},"
             f" {format_bytes(pinned)} are pinned and {format_bytes(leased)} are held as leases by"

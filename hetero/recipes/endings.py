@@ -44,6 +44,9 @@ def stopping() -> Iterator[Callable[[], int | None]]:
         signal.signal(number, ask)
     try:
         yield lambda: asked[0] if asked else None
+    except KeyboardInterrupt:  # click would end with status 1
+        click.echo("Interrupted again: what came after the last checkpoint is not saved.", err=True)
+        raise SystemExit(128 + signal.SIGINT) from None
     finally:
         restore()
 
