@@ -136,9 +136,9 @@ class Config:
     one rank would add up as many micro-batches."""
     gather_shares: bool = False
     """Whether ranks of one machine, too, get each other's shares by collectives (NCCL on CUDA
-    devices), not where they lie in RAM. Homes may then be on HBM. All ranks have to make the same
-    forwards and reads of state together, where the model does not fit HBM on batches of one size:
-    one that makes one alone waits for the others."""
+    devices), not where they lie in RAM: homes may then be on HBM. All ranks have to make the same
+    forwards and reads of weights (one that makes one alone waits for the others), on batches of one
+    size where the model does not fit HBM."""
     timeout_seconds: float = 600.0
     """After which a rank of the mesh that does not answer is lost: all others raise RankLost."""
     profile: str | None = None

@@ -1,4 +1,4 @@
-"""Gathers inside of frames, where ranks cannot read each other's homes (floor 3).
+"""Gathers inside of frames, where ranks do not read each other's homes (floor 3).
 
 [Note: gathers on devices]  NCCL moves bytes between frames on CUDA devices, on a stream of its own.
 It begins after the stream on which it was launched, and makes that stream, not the host, wait for

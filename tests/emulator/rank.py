@@ -59,7 +59,7 @@ class Case:
     on_hbm: bool = False
     """Whether homes have to be on HBM in the end."""
     gathers: bool = False
-    """Whether ranks cannot read each other's shares: then they have to gather them."""
+    """Whether ranks do not read each other's shares, but gather them."""
 
     @property
     def is_exact(self) -> bool:

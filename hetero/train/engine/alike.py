@@ -224,11 +224,12 @@ def check_device(device: Device, comm: Comm) -> None:
         if twice is not None:
             ranks = comm.members.names(first + at for at, row in enumerate(copy) if row == twice)
             raise ConfigError(
-                f"{ranks} compute on one CUDA device and cannot read each other's homes: NCCL"
-                " gathers shares, for one rank a device",
+                f"{ranks} compute on one CUDA device and gather shares: NCCL does that for one rank"
+                " a device",
                 advice="start a rank a device, and call torch.cuda.set_device("
-                "int(os.environ['LOCAL_RANK'])) before hetero.prepare; or let them be on one"
-                " machine with Linux, in containers that see each other's processes",
+                "int(os.environ['LOCAL_RANK'])) before hetero.prepare; or let them read each"
+                " other's shares, without gather_shares=, on one machine with Linux, in containers"
+                " that see each other's processes",
             )
 
 
