@@ -21,14 +21,16 @@ OF_THE_MACHINE = ("host", "nvme_bytes", "pinned")  # settings of bytes that its 
 
 def several_gpus(scene: Scene, tokens: float) -> Iterator[WhatIf]:
     """Yield rows for each number of GPUs of one machine that share the model, each with a batch of
-    its own of so many ``tokens``: ranks read each other's shares in RAM, or gather them. Bytes of
-    RAM and disk that were given are those of all ranks."""
+    its own of so many ``tokens``: ranks read each other's shares in RAM, or gather them, if there
+    are masters, whose homes may then be on HBM. Bytes of RAM and disk that were given are those of
+    all ranks."""
     if scene.profile.gpu is None or scene.profile.has_one_ram:  # which has one GPU
         return
+    ways = (False,) if scene.config.precision == "fp32" else (False, True)
     for n_ranks in RANKS:
         config = shared(scene.config, n_ranks)
         if ranks_of(config.mesh, scene.profile).is_near:
-            for gathers in (False, True):
+            for gathers in ways:
                 config = replace(config, gather_shares=gathers)
                 yield row_of(replace(scene, config=config), n_ranks, tokens)
 
