@@ -210,6 +210,19 @@ def test_a_load_without_states_leaves_the_optimizer_as_it_is(
     assert {float(state["step"]) for state in optimizer.state.values()} == {3.0}
 
 
+def test_a_checkpoint_without_states_loads_whole_into_a_fresh_optimizer(disk: Path) -> None:
+    first = make(disk, "paged")
+    train(*first, 2)
+    hetero.save_checkpoint(disk / "saved", *first[:2], kinds=WEIGHTS)
+
+    again = make(disk, "paged")
+    hetero.load_checkpoint(disk / "saved", *again[:2])
+
+    assert same(values(again[0]), values(first[0]))
+    assert not first_moments(*again[:2])
+    train(*again, 1)
+
+
 class Slow(IO):
     """A drive that takes its time with every write."""
 

@@ -60,7 +60,10 @@ def test_shares_on_hbm_train_as_micro_batches(
     n_ranks: int, case: dict[str, Any], room: dict[str, Any]
 ) -> None:
     case = dict(case)
-    run = run_of({**room, **case.pop("settings", {})}, **case)
+    assert_trains_on_hbm(n_ranks, run_of({**room, **case.pop("settings", {})}, **case))
+
+
+def assert_trains_on_hbm(n_ranks: int, run: Run) -> None:
     by = by_one_rank if run.settings.keys() & {"precision", "frozen"} else by_torch
     expected = by(run, n_ranks)
     for found in run_ranks(n_ranks, by_ranks, run):
@@ -84,12 +87,7 @@ def test_ranks_of_one_machine_that_gather_have_homes_on_hbm(
 ) -> None:
     case = dict(case)
     settings = {**room, "gather_shares": True, **case.pop("settings", {})}
-    run = replace(run_of(settings, **case), one_sided=True)
-    by = by_one_rank if settings.keys() & {"precision", "frozen"} else by_torch
-    expected = by(run, n_ranks)
-    for found in run_ranks(n_ranks, by_ranks, run):
-        assert_same(found, expected)
-        assert found.on_hbm
+    assert_trains_on_hbm(n_ranks, replace(run_of(settings, **case), one_sided=True))
 
 
 def prepared(**settings: Any) -> tuple[Any, Any, Run]:
