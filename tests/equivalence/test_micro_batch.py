@@ -127,6 +127,26 @@ def test_slices_add_up_bitwise_as_micro_batches_do_in_plain_torch(size: int, whe
     assert engine_of(model).residence.name == ("resident" if where == "resident" else "paged")
 
 
+def test_updates_begin_in_backward_where_units_take_slices() -> None:
+    plain = make()
+    reference = optimizer_of(plain)
+    model, optimizer = prepared(copy.deepcopy(plain), 2, updates="backward")
+    begun = []
+
+    for step in range(4):
+        accumulated(plain, step, 2)
+        reference.step()
+        reference.zero_grad()
+        tokens, mask, labels = batch(step)
+        loss_of(model(tokens, mask), labels).backward()
+        stepper = engine_of(model).steps.stepper
+        begun.append(0 if stepper is None else len(stepper.early))
+        optimizer.step()
+        optimizer.zero_grad()
+        assert same(model, plain), step
+    assert begun[0] == 0 and min(begun[1:]) >= 4, "a step is watched before anything is early"
+
+
 def same(model: nn.Module, plain: nn.Module) -> bool:
     """Whether all weights are the same, and so are the buffers: recomputation counts no calls."""
     ours, theirs = model.state_dict(), plain.state_dict()

@@ -37,24 +37,33 @@ NAMES = {Phase.FORWARD: "forward", Phase.BACKWARD: "backward", Phase.EVAL: "eval
 _offset_of = attrgetter("offset")
 
 
-_callers: list[int] = []  # threads inside of torch's backward
+class Caller(NamedTuple):
+    """Who waits for a backward pass."""
+
+    thread: int
+    task: int
+    """The graph task of the pass that makes this one; NO_TASK outside of one."""
+
+
+_callers: list[Caller] = []  # of torch's backward, which wait
 
 
 def _noted(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Return torch's backward, which notes the thread that waits for it."""
+    """Return torch's backward, which notes who waits for it."""
 
     def noted(*args: Any, **kwargs: Any) -> Any:
-        _callers.append(threading.get_ident())
+        caller = Caller(threading.get_ident(), graph_task())
+        _callers.append(caller)
         try:
             return run(*args, **kwargs)
         finally:
-            _callers.remove(threading.get_ident())
+            _callers.remove(caller)
 
     return noted
 
 
 PASSES: tuple[Replacement, ...] = (RUN_BACKWARD.replaced(_noted),)
-"""Replaced functions of torch while threads are told from each other."""
+"""Replaced functions of torch while threads, and passes inside of passes, are told apart."""
 
 
 class Accessed(NamedTuple):
@@ -109,16 +118,33 @@ class AccessLog:
         log.phase = "between"
 
 
+class Pass:
+    """A backward pass through the model that was heard of."""
+
+    def __init__(self, task: int) -> None:
+        self.task = task
+        """Its graph task."""
+        self.has_brought = False
+        """Whether a gradient has come in it."""
+        self.ending: Callable[[], Ending | None] = noop
+        """Gives what is called at its end, until that, or until it fails."""
+
+    @property
+    def has_failed(self) -> bool:
+        return self.ending() is None
+
+
 class Ending:
     """What autograd calls at the end of a pass, and drops if the pass fails."""
 
-    __slots__ = ("__weakref__", "_end")
+    __slots__ = ("__weakref__", "_end", "_of")
 
-    def __init__(self, end: Callable[[], None]) -> None:
+    def __init__(self, of: Pass, end: Callable[[Pass], None]) -> None:
+        self._of = of
         self._end = end
 
     def __call__(self) -> None:
-        self._end()
+        self._end(self._of)
 
 
 class BackwardAccess:
@@ -126,8 +152,14 @@ class BackwardAccess:
 
     It opens when a saved weight is unpacked, and closes when another unit's is or the pass ends.
 
+    [Note: passes inside of a pass]  A reentrant checkpoint, and each slice of ``micro_batch=``,
+    runs a backward pass inside of another, whose gradients go on arriving: it is a part of that
+    one. Gradients that come in it are complete when it ends, and the same parameters may get more
+    in the next one: ranks exchange them then. One that brings none to parameters, as a slice's,
+    leaves nothing to exchange.
+
     Args:
-        begins: called when a backward pass reaches the model.
+        begins: called when a backward pass reaches the model, inside of no other one.
         ended: called when it is over.
     """
 
@@ -145,7 +177,7 @@ class BackwardAccess:
         ended: Callable[[], None],
     ) -> None:
         self.task = NO_TASK
-        """The graph task of the current pass through this model."""
+        """The graph task of the current pass through this model, the innermost."""
         self.buckets: tuple[int, ...] = ()
         """The buckets that the open access has pinned."""
         self._needs = needs
@@ -158,7 +190,7 @@ class BackwardAccess:
         self._begins = begins
         self._ended = ended
         self._accessed: Accessed | None = None
-        self._ending: Callable[[], Ending | None] = noop  # of the pass heard of last
+        self._passes: list[Pass] = []  # that run, each inside of the one before
         self._began = 0.0
 
     @property
@@ -168,15 +200,15 @@ class BackwardAccess:
         Of one that failed, autograd's threads may let go after its caller has gone on.
         """
         here = threading.get_ident()
-        is_under_way = self.task != NO_TASK and self._ending() is not None
-        return is_under_way and any(caller != here for caller in _callers)
+        is_under_way = bool(self._passes) and not self._passes[0].has_failed
+        return is_under_way and any(caller.thread != here for caller in _callers)
 
     def touch(self, bucket: int) -> None:
         """Backward needs a bucket: move the access to its unit."""
         self._device.in_order()
         if bucket in self.buckets:
             return
-        self._hear_of_pass()
+        self.hear_of_pass()
         self._grads.flush_pending()
         self._close()
         unit = self._pages.layout.buckets[bucket].unit
@@ -189,50 +221,75 @@ class BackwardAccess:
 
     def gradient_arrived(self, param: nn.Parameter) -> None:
         """Note a complete gradient; its flush starts at the next event."""
-        self._hear_of_pass()
+        self._hear_of_gradient()
         self._grads.arrived(param)
 
     def gradient_assigned(self, param: nn.Parameter, *, adds: bool) -> None:
         """Note a gradient that code has set; ``adds``: as autograd does."""
-        self._hear_of_pass()
+        self._hear_of_gradient()
         self._grads.assigned(param, adds=adds)
 
     def gradient_arriving(self, index: int) -> None:
         """Autograd is about to add to a gradient."""
-        self._hear_of_pass()
+        self._hear_of_gradient()
         self._grads.arriving(index)
 
-    def _hear_of_pass(self) -> None:
+    def _hear_of_gradient(self) -> None:
+        self.hear_of_pass()
+        if self._passes:
+            self._passes[-1].has_brought = True
+
+    def hear_of_pass(self) -> None:
         """Note the running backward pass, and be called when it ends."""
         task = graph_task()
-        if task != NO_TASK and task != self.task:
-            self._device.refuse_capture()
-            refuse_backward()
-            if self.task != NO_TASK and self._ending() is None:  # not one around this one
-                self._grads.pass_failed()
-            self.task = task
+        if task in (NO_TASK, self.task):
+            return
+        self._leave_failed(task)
+        if task == self.task:
+            return
+        self._device.refuse_capture()
+        refuse_backward()
+        heard = Pass(task)
+        ending = Ending(heard, self._end)
+        heard.ending = weakref.ref(ending)
+        at_end_of_backward(ending)
+        self._keep([*self._passes, heard])
+        if len(self._passes) == 1:
             self._began = self._accesses.begin_phase(Phase.BACKWARD)
-            ending = Ending(self._end)
-            self._ending = weakref.ref(ending)
-            at_end_of_backward(ending)
             self._begins()
 
     def settle(self) -> None:
         """Close the access: its unit is done, or an error ended the pass."""
         if self._accessed is not None:
             self._close()
-        if graph_task() == NO_TASK and self.task != NO_TASK:
-            self.task = NO_TASK
+        if graph_task() == NO_TASK and self._passes:
+            self._keep([])
             self._grads.pass_failed()
 
-    def _end(self) -> None:
-        self.task = NO_TASK
+    def _leave_failed(self, task: int) -> None:
+        """Forget the passes that neither are the running one nor are around it: they have raised.
+
+        Of one inside of another, whose code caught that, what came stays, as in torch.
+        """
+        around = {task, *(caller.task for caller in _callers)}
+        if self._passes and self._passes[0].task not in around:
+            self._grads.pass_failed()
+        self._keep([each for each in self._passes if each.task in around])
+
+    def _keep(self, passes: list[Pass]) -> None:
+        self._passes = passes
+        self.task = passes[-1].task if passes else NO_TASK
+
+    def _end(self, ended: Pass) -> None:
+        self._keep([each for each in self._passes if each is not ended])
         self._close()
         self._grads.flush_pending()
-        self._grads.pass_ended()
-        self._early.pass_ended()
-        self._accesses.end_phase(self._began)
-        self._ended()
+        if ended.has_brought or not self._passes:
+            self._grads.pass_ended()
+        if not self._passes:
+            self._early.pass_ended()
+            self._accesses.end_phase(self._began)
+            self._ended()
 
     def _close(self) -> None:
         accessed, buckets = self._accessed, self.buckets

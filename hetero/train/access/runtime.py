@@ -179,24 +179,29 @@ class Runtime:
         self.views.closed = True
         self.unguard()
 
-    def enter(self, unit: int) -> bool:
-        """Begin a unit's forward: pin, bind, look ahead. Return whether hooks were pushed."""
+    def enter(self, unit: int, *, tries: bool = False) -> bool:
+        """Begin a unit's forward: pin, bind, look ahead. Return whether hooks were pushed.
+
+        ``tries``: no backward follows.
+        """
         faults.refuse_transforms()
         with self.changing():
-            pushed = self._enter(unit, self.needs[unit], graph_task())
+            pushed = self._enter(unit, self.needs[unit], graph_task(), tries=tries)
             self._opened()
         return pushed
 
-    def _enter(self, unit: int, buckets: tuple[int, ...], task: int) -> bool:
+    def _enter(self, unit: int, buckets: tuple[int, ...], task: int, *, tries: bool) -> bool:
         if task == NO_TASK or self.backward.buckets != buckets:
             self.backward.settle()
         # Otherwise backward is recomputing this very unit, and autograd already holds an unpacked
         # weight of it: keep that pin.
+        if task != NO_TASK and torch.is_grad_enabled():
+            self.backward.hear_of_pass()  # before one inside of it, see [Note: passes inside ...]
         self._grads.flush_pending()
         if not self._is_running(task):
             self.events.resume()
         phase = self._phase(task)
-        if phase is Phase.FORWARD:
+        if phase is Phase.FORWARD and not tries:
             self.early.entered(unit)
         elif phase is Phase.BACKWARD:
             self.early.reached(unit)

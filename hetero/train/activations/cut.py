@@ -44,7 +44,7 @@ def check_unit(job: Sliced) -> Checked:
     moment = job.moment()
     job.cut = find_cut(job, moment)
     originals = job.tensors
-    with job.lent(), moment.again(), torch.enable_grad(), job.around():
+    with job.lent(), moment.again(), torch.enable_grad(), job.around_trial():
         given = [
             t.detach().requires_grad_(of.requires_grad)
             for t, of in zip(job.parts(originals, job.rows[0]), originals, strict=True)

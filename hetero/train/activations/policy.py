@@ -92,6 +92,13 @@ class Forwards(Protocol):
         """A unit begins."""
 
 
+class Enter(Protocol):
+    """Begins a unit's access."""
+
+    def __call__(self, unit: int, *, tries: bool = False) -> bool:
+        """``tries``: no backward follows. Returns what the access's end takes."""
+
+
 class Unwatched:
     """Follows no forward."""
 
@@ -158,7 +165,7 @@ class ActivationPolicies:
         place: torch.device,
         saved: SavedTensors,
         offload: Offload,
-        enter: Callable[[int], bool],
+        enter: Enter,
         leave: Callable[[int, bool], None],
         before_node: BeforeNode,
         trains: bool,
@@ -358,8 +365,8 @@ class ActivationPolicies:
             self._leave(index, pushed)
 
     @contextmanager
-    def _accessed(self, index: int) -> Iterator[None]:
-        pushed = self._enter(index)
+    def _accessed(self, index: int, *, tries: bool = False) -> Iterator[None]:
+        pushed = self._enter(index, tries=tries)
         try:
             yield
         finally:
@@ -373,6 +380,7 @@ class ActivationPolicies:
             module,
             call,
             around=lambda: self._accessed(index),
+            around_trial=lambda: self._accessed(index, tries=True),
             place=self._place,
             reach=self.reach,
             saved=self._saved,

@@ -53,6 +53,7 @@ class Sliced:
     Args:
         name: the unit's, for messages.
         around: a context in which the unit's parameters are bound.
+        around_trial: another one, of a forward that no backward follows.
         reach: the names in the code of modules, looked up once.
         saved: the owner of the saved-tensor hooks.
         each: which slices of a forward, or of a backward, have to run.
@@ -66,6 +67,7 @@ class Sliced:
         call: Call,
         *,
         around: Callable[[], Any],
+        around_trial: Callable[[], Any],
         place: torch.device,
         reach: Reach,
         saved: SavedTensors,
@@ -78,6 +80,7 @@ class Sliced:
         self.name = name
         self.module = module
         self.around = around
+        self.around_trial = around_trial
         self.saved = saved
         self.each = each
         self.batch = batch
@@ -211,7 +214,7 @@ class Sliced:
 
         Caches among the arguments are given as copies, or as their ``rows``.
         """
-        with moment.again(), torch.no_grad(), self.lent(rows), self.around():
+        with moment.again(), torch.no_grad(), self.lent(rows), self.around_trial():
             found = self.run(tensors)
             self.draws = moment.has_drawn()
             return found

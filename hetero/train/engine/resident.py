@@ -17,7 +17,7 @@ from hetero.memory.link import Link
 from hetero.train.access.expected import Visit
 from hetero.train.access.hooks import before_node
 from hetero.train.activations.allocator import AllocatedBytes, DeviceBytes
-from hetero.train.activations.policy import ActivationPolicies
+from hetero.train.activations.policy import ActivationPolicies, Enter
 from hetero.train.activations.saved import NoViews, SavedTensors
 from hetero.train.engine.foresight import Foresight, NoForesight
 from hetero.train.engine.setup import Setup
@@ -30,7 +30,7 @@ from hetero.train.update.rules import Group
 def make_activations(
     setup: Setup,
     saved: SavedTensors,
-    enter: Callable[[int], bool],
+    enter: Enter,
     leave: Callable[[int, bool], None],
 ) -> ActivationPolicies:
     """Return the policies of units' activations."""
@@ -241,7 +241,7 @@ def foresight_for(
     return NoForesight() if counted is None else Foresight(setup, activations, saved, counted)
 
 
-def _enters(unit: int) -> bool:
+def _enters(unit: int, *, tries: bool = False) -> bool:
     return False
 
 
