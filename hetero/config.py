@@ -137,8 +137,8 @@ class Config:
     gather_shares: bool = False
     """Whether ranks of one machine, too, get each other's shares by collectives (NCCL on CUDA
     devices), not where they lie in RAM: homes may then be on HBM. All ranks have to make the same
-    forwards and reads of weights (one that makes one alone waits for the others), on batches of one
-    size where the model does not fit HBM."""
+    forwards and reads of weights (one that makes one alone waits for the others); their batches may
+    be of unlike sizes."""
     timeout_seconds: float = 600.0
     """After which a rank of the mesh that does not answer is lost: all others raise RankLost."""
     profile: str | None = None

@@ -168,7 +168,9 @@ class Comm(Company, Protocol):
 
     def gather(self, whole: torch.Tensor, what: str, after: Iterable[Ticket]) -> Ticket:
         """Begin to fill ``whole`` in place from the ranks of this one's copy, after tickets: each
-        has the part of its share, and all are equal. It is held until the ticket was waited for."""
+        has the part of its share, and all are equal. It is held until the ticket was waited for.
+
+        All ranks are about to make it: they have told each other (`agree`)."""
 
     def wait(self, ticket: Ticket) -> None:
         """Block until a gather is over, in RAM; one on a device is a ticket of the device's, for

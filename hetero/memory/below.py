@@ -50,6 +50,10 @@ class Way(Protocol):
         """Undo the writes to a replica that is held, since its last flush."""
 
 
+MANY = 2**62  # frames: as many as there are
+N_BYTES = 8  # of a number that is told
+
+
 class LocalBelow:
     """Fetches replicas from their homes and flushes them there. ``counts`` are the manager's; codes
     are decoded in ``workspace``."""
@@ -276,20 +280,58 @@ class LocalBelow:
         self._link.sync(ticket, kind=Kind.PARAM, bucket=replica.bucket.id)
 
 
+class AskedFrames:
+    """How many frames ranks that gather go on with: the fewest that any of them asks for.
+
+    They give up frames at the same place of their way through the model, the one access after all
+    have heard of it, or they would fetch other buckets from there on.
+    """
+
+    def __init__(self) -> None:
+        self.due = MANY
+        """What all have heard of, and not done yet."""
+        self._mine = MANY
+
+    @property
+    def limit(self) -> int:
+        """What is due, or asked for by this rank."""
+        return min(self._mine, self.due)
+
+    def ask(self, limit: int) -> None:
+        """Let all ranks give up the frames from ``limit`` on."""
+        self._mine = min(self._mine, limit)
+
+    def row(self) -> bytes:
+        """Return what this rank tells the others."""
+        return self._mine.to_bytes(N_BYTES, "little")
+
+    def hear(self, rows: Iterable[bytes]) -> None:
+        """Note what all ranks have told."""
+        self._mine = MANY
+        self.due = min(self.due, *(int.from_bytes(row, "little") for row in rows))
+
+    def forget(self) -> None:
+        """All ranks have settled on a number of frames."""
+        self.due = self._mine = MANY
+
+
 class SharedBelow(LocalBelow):
     """Fetches this rank's share into its place, then gathers the others' inside the frames.
 
-    All ranks fetch the same buckets in the same order.
+    All ranks fetch the same buckets in the same order, so they have as many frames at any time:
+    with each fetch they tell each other how many they want (``asked``).
     """
 
-    def __init__(self, comm: Comm, *args: Any, **named: Any) -> None:
+    def __init__(self, comm: Comm, asked: AskedFrames, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
         self._comm = comm
+        self._asked = asked
 
     def _join(self, replica: Replica, after: Iterable[Ticket]) -> None:
         bucket, n_bytes = replica.bucket, replica.bucket.home_bytes
         whole, what = replica.wire[: bucket.n_shares * n_bytes], f"bucket {bucket.id} to HBM"
         after = after if replica.ready is None else (replica.ready,)
+        self._asked.hear(self._comm.agree(self._asked.row(), f"{what}: {whole.numel()} bytes"))
         replica.ready = self._comm.gather(whole, what, after)
         self._link.count(
             Lane.GATHER,

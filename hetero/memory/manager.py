@@ -17,7 +17,7 @@ from hetero.device.comm import ALONE_COMM, Comm
 from hetero.errors import BudgetError, StorageError
 from hetero.memory.arena import Arena
 from hetero.memory.athome import AtHome, AtHomeBelow, CopySpace
-from hetero.memory.below import LocalBelow, SharedBelow, Way
+from hetero.memory.below import AskedFrames, LocalBelow, SharedBelow, Way
 from hetero.memory.chunk import CopyTable
 from hetero.memory.codec import Workspace
 from hetero.memory.frame import FramePlace
@@ -90,7 +90,9 @@ class ChunkManager:
         ]
         self._unsettled = Unsettled(layout)
         self._is_gathered = store.is_gathered
-        make = partial(SharedBelow, comm) if self._is_gathered else LocalBelow
+        self.asked = AskedFrames()
+        """Of ranks that gather."""
+        make = partial(SharedBelow, comm, self.asked) if self._is_gathered else LocalBelow
         self._below = make(device, link, events=events, workspace=workspace, counts=self.counts)
         self._at_home = AtHomeBelow(
             *(self.copies, self.arena, device, events, self.counts),

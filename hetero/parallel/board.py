@@ -214,13 +214,13 @@ def check_calls(calls: Sequence[tuple[int, str]], members: Members) -> None:
     said = members.listed(f"call {number}, {what}" for number, what in calls)
     if any(GATHER.match(what) for _, what in calls):
         advice = (
-            "ranks that gather shares have to use the model alike, on batches of one size where it"
-            " does not fit HBM: call the same lines on every rank, and pad batches to one length"
+            "ranks that gather shares have to use the model alike: call the same lines on every"
+            " rank, and let all go through the same modules"
         )
     else:
         advice = (
             "all ranks must step, clip, save, load, export and write weights alike: call the same"
-            " lines on every rank; with micro_batch= or reentrant checkpointing each slice and each"
-            " block is a pass of its own, of which all have to make as many"
+            " lines on every rank; with reentrant checkpointing each block is a pass of its own, of"
+            " which all have to make as many"
         )
     raise DivergenceError(f"ranks that share a model go different ways ({said})", advice=advice)

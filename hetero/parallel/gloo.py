@@ -131,11 +131,6 @@ class Gloo:
         return self._gathers
 
     def gather(self, whole: torch.Tensor, what: str, after: Iterable[Ticket]) -> Ticket:
-        self._meetings.meet(f"{what}: {whole.numel()} bytes")
-        return self.gather_agreed(whole, what, after)
-
-    def gather_agreed(self, whole: torch.Tensor, what: str, after: Iterable[Ticket]) -> Ticket:
-        """Begin a gather that all ranks are about to make."""
         each, share = whole.numel() // self.n_shares, self.rank % self.n_shares
         mine = whole[share * each : (share + 1) * each]
         return self._opened.begin(whole, mine, what, after)

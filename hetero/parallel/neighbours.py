@@ -7,7 +7,7 @@ read them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from hetero.device import Device, Ticket
 from hetero.device.comm import Comm, Node, OneSided
@@ -17,13 +17,6 @@ if TYPE_CHECKING:
     import torch
 
     from hetero.device.comm import Addends, Company
-
-
-class Gatherer(Comm, Protocol):
-    """Ranks that gather."""
-
-    def gather_agreed(self, whole: torch.Tensor, what: str, after: Iterable[Ticket]) -> Ticket:
-        """Begin a gather that all ranks are about to make."""
 
 
 class Neighbours(OneSided):
@@ -101,20 +94,18 @@ class GatheringNeighbours(Neighbours):
         far: gathers for them.
     """
 
-    def __init__(self, far: Gatherer, node: SharedNode) -> None:
+    def __init__(self, far: Comm, node: SharedNode) -> None:
         super().__init__(far, node)
         self.node = None  # of homes; gradients and calls go through memory as ever
-        self._gatherer = far
 
     def open_gathers(self, device: Device) -> None:
-        self._gatherer.open_gathers(device)
+        self._far.open_gathers(device)
 
     def gather(self, whole: torch.Tensor, what: str, after: Iterable[Ticket]) -> Ticket:
-        self.agree(b"", f"{what}: {whole.numel()} bytes")
-        return self._gatherer.gather_agreed(whole, what, after)
+        return self._far.gather(whole, what, after)
 
     def wait(self, ticket: Ticket) -> None:
-        self._gatherer.wait(ticket)
+        self._far.wait(ticket)
 
 
 class NearAddends:

@@ -89,6 +89,8 @@ class Run:
     width: int = 24
     n_blocks: int = 4
     mesh: Any = "world"
+    rows: tuple[int, ...] = (5,)
+    """Of batches: each rank goes through them, one further than the rank before it."""
 
 
 def built(run: Run) -> tuple[Net, torch.optim.Optimizer]:
@@ -103,7 +105,8 @@ def built(run: Run) -> tuple[Net, torch.optim.Optimizer]:
 def loss_of(model: Net, run: Run, micro: int, rank: int) -> torch.Tensor:
     skipped = run.skips.get((micro, rank))
     model.skipped = set() if skipped is None else {skipped}
-    batch = torch.randn(5, 10, generator=torch.Generator().manual_seed(1000 * micro + rank))
+    rows = run.rows[(micro + rank) % len(run.rows)]
+    batch = torch.randn(rows, 10, generator=torch.Generator().manual_seed(1000 * micro + rank))
     out: torch.Tensor = model(batch)
     return out.pow(2).mean()
 

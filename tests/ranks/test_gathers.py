@@ -9,19 +9,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
-import hetero
 from hetero.device import Accelerator, Ticket
-from hetero.errors import ConfigError, DivergenceError, RankLost
+from hetero.errors import ConfigError, RankLost
 from hetero.members import all_of
 from hetero.parallel.gathers import GatherWatch
 from hetero.parallel.news import News
 from hetero.parallel.waits import Waits
-from hetero.testing.ranks import Died, outcomes
 from hetero.train.engine.alike import check_device
 from hetero.types import Lane
-from tests.ranks.models import Run, built
 
 TIMEOUT_SECONDS = 1000.0
 
@@ -137,20 +133,3 @@ def test_ranks_of_a_copy_gather_on_a_device_each() -> None:
     with pytest.raises(ConfigError, match="ranks 2, 3 compute on one CUDA device") as caught:
         check_device(device_of("a"), comm_of("a", "b", "b", "b", n_shares=2))
     assert "torch.cuda.set_device" in caught.value.advice
-
-
-def grows_alone(rank: int) -> None:
-    run = Run(settings={"device": "cpu:sim", "hbm": 60_000, "chunk_bytes": 1024})
-    model, plain = built(run)
-    settings = {"mesh": "world", "gather_shares": True, **run.settings}
-    model, optimizer = hetero.prepare(model, plain, **settings)
-    for step in range(5):
-        model(torch.ones(8 if (step + rank) % 2 else 2, 10)).pow(2).mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def test_ranks_that_gather_on_batches_of_unlike_sizes_are_told_why_they_part() -> None:
-    for end in outcomes(2, grows_alone):
-        assert isinstance(end, Died) and isinstance(end.error, DivergenceError), end
-        assert "pad batches to one length" in end.error.advice

@@ -10,7 +10,7 @@ from hetero.plan.schedule import Op
 from hetero.plan.trace import Access, Trace
 from hetero.train.access.cursor import Cursor
 from hetero.train.model.host_work import host_work
-from hetero.types import Phase
+from hetero.types import Phase, noop
 
 
 class Late:
@@ -54,6 +54,8 @@ class Fetches:
         self.active = train
         self.stepped = stepped
         self.late = Late()
+        self.before_pin: Callable[[], None] = noop
+        """Called where an access pins, or anything else that all ranks do alike."""
         self._manager = manager
 
     def pin(
@@ -65,6 +67,7 @@ class Fetches:
         in_frames: bool = False,
     ) -> None:
         """Pin buckets; if their fetches are late, issue those up to theirs first, as planned."""
+        self.before_pin()
         late, replicas = self.late, self._manager.replicas
         missing = [b for b in buckets if b not in replicas] if late.ops else []
         with host_work():  # meters must count neither frames nor buffers on HOST

@@ -18,7 +18,7 @@ from hetero.train.activations.meter import Keeper, Meter, make_meter
 from hetero.train.activations.policy import ActivationPolicies
 from hetero.train.engine.evaluation import Evaluation
 from hetero.train.engine.fitting import Fitting
-from hetero.train.engine.frames import ArenaFrames
+from hetero.train.engine.frames import AgreedFrames, ArenaFrames
 from hetero.train.engine.rehoming import Rehoming
 from hetero.train.engine.room import Room
 from hetero.train.engine.setup import Setup
@@ -50,7 +50,7 @@ class HbmDivision:
         self.room = Room(
             setup.budget,
             setup.ledger,
-            frames=ArenaFrames(manager, runtime.fetches, meter, gives_back=setup.device.is_cuda),
+            frames=self._frames(manager, meter),
             homes=self.rehoming,
             ring=ring,
             ram=setup.ram,
@@ -63,6 +63,12 @@ class HbmDivision:
             evaluation = Evaluation(self.room, meter=meter, log=setup.log)
             self._evaluation = activations.forwards = evaluation
         ring.limit_bytes = 0  # until activations are measured
+
+    def _frames(self, manager: ChunkManager, meter: Meter) -> ArenaFrames:
+        """Return the frames of this rank, or those that ranks which gather agree upon."""
+        setup = self._setup
+        make = partial(AgreedFrames, setup.comm) if setup.store.is_gathered else ArenaFrames
+        return make(manager, self._runtime.fetches, meter, setup.device.is_cuda)
 
     def _make_meter(self, manager: ChunkManager) -> Meter:
         setup, ring, runtime, trained = self._setup, self._ring, self._runtime, self._trained

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from hetero.errors import OutOfMemory
@@ -47,6 +48,7 @@ class Evaluation:
         self._inputs = sum(tensor.nbytes for tensor in tensors_of((args, kwargs)))
         if self._seen and self._inputs > max(seen.input_bytes for seen in self._seen):
             self.room.lower(self.room.hbm.fewest_frames)
+        self.room.frames.meet(b"")
 
     def end(self) -> None:
         """The forward ended: note its peak, and divide anew if that is due."""
@@ -63,8 +65,12 @@ class Evaluation:
         wanted = min(need + min(AHEAD * growth, self.room.hbm.most_bytes // WORTH), room)
         frames, hbm = self.room.frames.limit, self.room.hbm
         is_measured = self.room.budget.division is not None
-        if need + growth > self.room.n_bytes or not is_measured or hbm.is_worth(wanted, frames):
-            self._apply(divide(hbm, wanted))
+        is_due = need + growth > self.room.n_bytes or not is_measured
+        found = divide(hbm, wanted)
+        new = found.frames if is_due or hbm.is_worth(wanted, frames) else frames
+        agreed = self.room.frames.fewest(new)
+        if agreed != frames or is_due:
+            self._apply(replace(found, frames=min(found.frames, agreed)))
 
     def fits(self, live_bytes: int) -> bool:
         """Make room for live bytes outside frames; returns whether there is."""
@@ -88,7 +94,7 @@ class Evaluation:
         """Apply a division; frames that stay keep their place."""
         room, before = self.room, self.room.frames.limit
         if division.frames < before:
-            done = room.lower(division.frames)  # a view may be held: the next forward tries again
+            done = room.frames.give_up(division.frames)  # a view may be held: the next one tries
             if done:
                 room.charge(division)
         else:

@@ -33,6 +33,7 @@ from hetero.train.activations.forecast import Forecast, tensors_of
 from hetero.train.activations.held import GraphFootprint
 from hetero.train.activations.meter import Meter
 from hetero.train.engine.choice import Choice, shown
+from hetero.train.engine.meeting import Meeting
 from hetero.train.engine.room import Excess, Room, Seen
 from hetero.train.engine.tradeoff import Tradeoff
 from hetero.train.model.host_work import host_work
@@ -84,6 +85,7 @@ class Fitting:
         self._choice = choice
         self._tradeoff = tradeoff
         self._may_stay = may_stay
+        self._meeting = Meeting(room.frames, choice)
         self._spoiled = False  # an error ended a forward or a backward
         self._chosen_for = 0  # bytes of inputs that policies were chosen for
         self._inputs: deque[int] = deque(maxlen=WINDOW)
@@ -108,6 +110,7 @@ class Fitting:
         has_room = self._has_room and not self._tried
         self._choice.overlaps = has_room or not self._choice.may_change
         self._spoiled = False
+        self._meeting.begin()
         if self._choice.may_change:
             self._look_below()
 
@@ -148,6 +151,9 @@ class Fitting:
             self._first_sight(unit)
         elif self.forecast.grows(unit, sum(tensor.nbytes for tensor in inputs)):
             self._make_room(unit)
+        if self._meeting.is_due and self._meeting.hold():
+            self._largest = Seen()
+            self.forecast.chosen()
         self.forecast.enter(unit, inputs)
         try:
             yield
@@ -187,17 +193,17 @@ class Fitting:
         need = self._need(unit)
         if need + ring.limit_bytes <= room.n_bytes:
             return
-        if need > room.hbm.room_bytes and self._choice.may_change:
+        if need > room.hbm.room_bytes and self._meeting.may_choose:
             ahead, to_come = self.forecast.ahead(unit), self.forecast.to_come
             fits = self._choose(ahead, room.hbm.room_bytes - held, earlier=to_come)
             self._choice.overlaps = self._choice.overlaps and fits
             need = self._need(unit)
-        before = room.frames.limit
+        self._meeting.wanted_bytes, before = need, room.frames.limit
         room.lower(room.frames_beside(need + ring.limit_bytes))
-        room.homes.give_way(need - room.n_bytes)
-        if room.frames.limit != before:
-            self._note(f"{room.frames.limit} frames, not {before}: units leave {need} bytes")
-        ring.limit_bytes = max(0, min(ring.limit_bytes, room.n_bytes - need))
+        room.homes.give_way(need - room.coming_bytes)
+        if room.frames.coming != before:
+            self._note(f"{room.frames.coming} frames, not {before}: units leave {need} bytes")
+        ring.limit_bytes = max(0, min(ring.limit_bytes, room.coming_bytes - need))
 
     def _need(self, unit: int) -> int:
         """Return this forward's expected peak, in proportion to the last one, or to the largest.

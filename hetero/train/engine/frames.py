@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from hetero.device.comm import Comm
+from hetero.memory.below import MANY, N_BYTES
 from hetero.memory.manager import ChunkManager
 from hetero.train.access.fetches import Fetches
 from hetero.train.activations.meter import Meter
+from hetero.train.model.host_work import host_work
 
 
 class ArenaFrames:
@@ -16,7 +21,7 @@ class ArenaFrames:
     """
 
     def __init__(
-        self, manager: ChunkManager, fetches: Fetches, meter: Meter, *, gives_back: bool
+        self, manager: ChunkManager, fetches: Fetches, meter: Meter, gives_back: bool
     ) -> None:
         self._manager = manager
         self._meter = meter
@@ -27,6 +32,22 @@ class ArenaFrames:
     def limit(self) -> int:
         """Their number."""
         return self._manager.arena.limit
+
+    @property
+    def coming(self) -> int:
+        """Their number once all that was asked for is given up."""
+        return self.limit
+
+    is_common = False
+    """Whether ranks have as many at any time."""
+
+    def meet(self, row: bytes) -> list[bytes]:
+        """A forward begins; returns the rows of all ranks that gather."""
+        return []
+
+    def fewest(self, number: int) -> int:
+        """Return the fewest of the numbers of all ranks."""
+        return number
 
     def shed(self) -> None:
         """Give back the frames apart from the others, unless held."""
@@ -52,6 +73,10 @@ class ArenaFrames:
 
     def lower(self, limit: int) -> bool:
         """Give up frames; False while one of them is held."""
+        return self.give_up(limit)
+
+    def give_up(self, limit: int) -> bool:
+        """As `lower`, where all ranks do so."""
         if self._gives_back:
             return self.resize(limit)
         if not self._manager.shrink(limit):
@@ -62,3 +87,56 @@ class ArenaFrames:
             places = {op.bucket: op.start for op in schedule.at(-1)}
             self._manager.evict_all(lambda r: places.get(r.bucket.id, r.start) != r.start)
         return True
+
+
+class AgreedFrames(ArenaFrames):
+    """Those of ranks that gather, which have as many at any time, and the same buckets in them.
+
+    One that needs room asks the others (see `AskedFrames`). Until they have heard, its activations
+    may take more than its part of HBM, by frames that nothing uses.
+    """
+
+    def __init__(self, comm: Comm, manager: ChunkManager, fetches: Fetches, *given: Any) -> None:
+        super().__init__(manager, fetches, *given)
+        self._comm = comm
+        self._asked = manager.asked
+        fetches.before_pin = self._give_up_due
+
+    @property
+    def coming(self) -> int:
+        return min(self.limit, self._asked.limit)
+
+    is_common = True
+
+    def meet(self, row: bytes) -> list[bytes]:
+        rows = self._comm.agree(self._asked.row() + row, "frames of a forward")
+        self._asked.hear(each[:N_BYTES] for each in rows)
+        self._give_up_due()
+        return [each[N_BYTES:] for each in rows]
+
+    def fewest(self, number: int) -> int:
+        row = number.to_bytes(N_BYTES, "little", signed=True)
+        rows = self._comm.agree(row, "more frames")
+        return min(int.from_bytes(each, "little", signed=True) for each in rows)
+
+    def resize(self, limit: int) -> bool:
+        self._asked.forget()
+        return super().resize(limit)
+
+    def vacate(self) -> int:
+        """Return the bytes of frames that are held: the others are given up once all have heard."""
+        replicas = self._manager.replicas.values()
+        return sum(replica.n_bytes for replica in replicas if not replica.may_leave)
+
+    def lower(self, limit: int) -> bool:
+        if limit < self.limit:
+            self._asked.ask(limit)
+        return limit >= self.limit
+
+    def _give_up_due(self) -> None:
+        """Give up what all have heard of; if some of it is held, at the next access."""
+        if self._asked.due < self.limit:
+            with host_work():  # an evicted replica may be coded, on HOST
+                if not self.give_up(self._asked.due):
+                    return
+        self._asked.due = MANY

@@ -26,11 +26,30 @@ class Frames(Protocol):
     def limit(self) -> int:
         """Their number, those apart from the others included."""
 
+    @property
+    def coming(self) -> int:
+        """Their number once all that was asked for is given up."""
+
+    @property
+    def is_common(self) -> bool:
+        """Whether ranks have as many at any time, as those that gather."""
+
+    def meet(self, row: bytes) -> list[bytes]:
+        """A forward begins on all ranks: those that gather hear how many frames they go on with.
+        Returns their rows."""
+
+    def fewest(self, number: int) -> int:
+        """Return the fewest of the numbers of all ranks that gather; else this one's."""
+
     def resize(self, limit: int) -> bool:
         """Have so many; False, and nothing changed, while a replica is held."""
 
     def lower(self, limit: int) -> bool:
-        """Give up those from ``limit`` on; False if one of them is held."""
+        """Give up those from ``limit`` on; False if one of them is held, or if ranks that gather
+        have yet to hear of it."""
+
+    def give_up(self, limit: int) -> bool:
+        """As `lower`, where all ranks do so."""
 
     def vacate(self) -> int:
         """Give up all not held now; returns the bytes of the others."""
@@ -165,6 +184,11 @@ class Room:
         """The bytes that frames and homes leave."""
         return self.hbm.left_bytes(self.frames.limit) - self.homes.n_bytes
 
+    @property
+    def coming_bytes(self) -> int:
+        """Those once frames that were asked for are given up."""
+        return self.hbm.left_bytes(self.frames.coming) - self.homes.n_bytes
+
     # -- between two steps -----------------------------------------------------------------------
 
     def apply(self, division: Division) -> bool:
@@ -272,7 +296,8 @@ class Room:
         wanted = self.hbm.least_bytes + self.budget.activation_bytes
         if self.n_bytes < wanted:
             self.homes.give_way(wanted - self.n_bytes)
-        return max(0, (self.n_bytes - self.budget.activation_bytes) // self.hbm.granule_bytes)
+        more = (self.n_bytes - self.budget.activation_bytes) // self.hbm.granule_bytes
+        return self.frames.fewest(max(0, more))
 
     # -- while nothing computes ------------------------------------------------------------------
 
@@ -286,7 +311,8 @@ class Room:
         wanted = taken + self.hbm.least_bytes
         if self.n_bytes < wanted:
             self.homes.give_way(wanted - self.n_bytes)
-        spare = self.hbm.frames(taken + self.homes.n_bytes) - self.frames.limit
+        free = self.hbm.frames(taken + self.homes.n_bytes) - self.frames.limit
+        spare = self.frames.fewest(free)
         if spare > 0 and self._lent is None:
             self._lent = self.frames.limit
             self._ledger.credit(Tier.HBM, Kind.ACTIVATION, self.budget.activation_bytes)
