@@ -155,6 +155,30 @@ def test_a_save_reads_them_while_training_goes_on(tmp_path: Path, watched: None)
     check_save_under_way(run, run_on(None), tmp_path)
 
 
+def written_unseen_by_torch(model: nn.Module) -> None:
+    for param in model.parameters():
+        param.data.mul_(0.5)
+
+
+def loaded_with_their_masters(model: nn.Module) -> None:
+    model.load_state_dict({name: w.float() / 3 for name, w in model.state_dict().items()})
+
+
+@pytest.mark.parametrize(
+    "write", [written_unseen_by_torch, loaded_with_their_masters], ids=lambda f: f.__name__
+)
+def test_masters_that_a_write_makes_on_hbm_come_down_after_it(
+    write: Callable[[nn.Module], None], watched: None
+) -> None:
+    up, down = run_on(None), run_on(False)
+    for run in (up, down):
+        six_steps(run)
+        write(run.model)
+        for low in run.optimizer.state_dict()["masters"].values():
+            low.clone()
+    assert up.on_hbm and up.bits() == down.bits()
+
+
 def test_release_leaves_nothing_on_the_device(watched: None) -> None:
     run = run_on(None)
     six_steps(run)

@@ -191,6 +191,8 @@ class Masters:
                 low = torch.empty_like(working, dtype=self._dtype)
             values = exact[run.start - first : run.stop - first]
             split_(values.to(working.device), working, low)
+        for written, _ in self._uses(bucket, PinUse.FRESH):
+            written.rewritten()
 
     def value(self, segment: Segment) -> torch.Tensor:
         """Return a parameter's master, or without one its weight, as an fp32 tensor of its own."""
@@ -238,6 +240,7 @@ class Masters:
             with host_work():
                 for run in self._store.runs(segment.offset, segment.end, *uses):
                     low.part(run).copy_(own_low(home.part(run), low.part(run)))
+            low.rewritten()
             self._former.forget(segment.index, segment.offset, segment.end)
 
     def written(self, segment: Segment) -> None:
@@ -356,6 +359,7 @@ class Masters:
                 changed = part.view(torch.int16) != was.weights.to(part.device).view(torch.int16)
                 kept = now if was.low is None else was.low.to(now.device)
                 now.copy_(torch.where(changed, own_low(part, now), kept))
+        low.rewritten()
 
     # -- state dicts -----------------------------------------------------------------------------
 
