@@ -21,7 +21,7 @@ from hetero.train.update.kernel import join
 from hetero.types import Kind, Lane, Tier
 from tests.emulator import fake
 from tests.emulator.stalls import SHOWN
-from tests.equivalence.blocks import EACH, UNITS, OneMatrix, Run, check_save_under_way
+from tests.equivalence.blocks import EACH, SOME, UNITS, OneMatrix, Run, check_save_under_way
 from tests.equivalence.meddling import BLOCKS, Meddles, nine_steps
 
 
@@ -205,6 +205,20 @@ def test_homes_begin_on_hbm_where_host_is_too_small(watched: None) -> None:
     ledger = engine_of(run.model).setup.ledger
     assert ledger.peak(Tier.HOST) <= host and on_hbm
     assert hetero.status(run.model).division["homes"] >= len(on_hbm) * EACH // 2
+
+
+@pytest.mark.parametrize("activations", ["keep", "auto"])
+def test_sums_of_homes_that_stay_on_hbm_take_the_room_of_frames(
+    watched: None, activations: str
+) -> None:
+    up = run_on(None, hbm=SOME + 8192, host=6 * EACH, activations=activations)
+    assert engine_of(up.model).setup.store.places.on_hbm
+    down = run_on(False)
+    for each in (up, down):
+        for number in range(6):
+            each.step(number, parts=2 if number in (2, 4) else 1)
+    assert up.bits() == down.bits()
+    assert engine_of(up.model).setup.ledger.peak(Tier.HBM) <= SOME + 8192
 
 
 def run_on_disk(folder: Path, n_homes: int = UNITS, **settings: Any) -> Run:

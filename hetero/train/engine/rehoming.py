@@ -72,11 +72,16 @@ class Rehoming:
     def n_bytes(self) -> int:
         """HBM that is set aside for homes, beyond what those take that cannot move, and for the
         passage of updates."""
-        sizes = self._sizes[self._grads.adds_up]
-        taken, fixed = self._setup.store.hbm_bytes, self._fixed
+        sizes, taken = self._sizes[self._grads.adds_up], self._setup.store.hbm_bytes
         moved = sum(max(sizes[bucket], taken[bucket]) for bucket in self.on_hbm)
-        more = sum(max(0, taken[bucket] - n_bytes) for bucket, n_bytes in fixed.items())
-        return moved + more + self.passing.n_bytes
+        return moved + self.passing.n_bytes
+
+    @property
+    def grown_bytes(self) -> int:
+        """HBM that homes which cannot move take beyond what `prepare` set aside for them: sums of
+        gradients, and copies of weights."""
+        taken = self._setup.store.hbm_bytes
+        return sum(max(0, taken[bucket] - n_bytes) for bucket, n_bytes in self._fixed.items())
 
     @property
     def passage_bytes(self) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import NamedTuple, Protocol
 
 from hetero.errors import OutOfMemory
@@ -71,6 +72,10 @@ class HbmHomes(Protocol):
     @property
     def n_bytes(self) -> int:
         """HBM that is set aside for them."""
+
+    @property
+    def grown_bytes(self) -> int:
+        """HBM that those which cannot move take beyond what was set aside for them at first."""
 
     @property
     def passage_bytes(self) -> int:
@@ -176,8 +181,9 @@ class Room:
 
     @property
     def hbm(self) -> Hbm:
-        """The sizes by which HBM is divided."""
-        return self.budget.divisible
+        """The sizes by which HBM is divided, without what homes that cannot move have grown by."""
+        hbm, grown = self.budget.divisible, self.homes.grown_bytes
+        return replace(hbm, total_bytes=hbm.total_bytes - grown) if grown else hbm
 
     @property
     def n_bytes(self) -> int:
