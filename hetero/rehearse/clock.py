@@ -70,6 +70,19 @@ class Known(NamedTuple):
     """Makes its result; None: the operation has to run."""
 
 
+class Costs:
+    """What operations cost: steps and rehearsals of one plan do the same ones again and again.
+
+    Which of two kinds of device computes decides kernels, and the profile their times.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[bool, MachineProfile], dict[Any, Known]] = {}
+
+    def on(self, device: Clocked, profile: MachineProfile) -> dict[Any, Known]:
+        return self._known.setdefault((device.is_cuda, profile), {})
+
+
 class OpClock(DispatchMode):
     """Advances a device's clock by the time of each operation there.
 
@@ -80,6 +93,7 @@ class OpClock(DispatchMode):
         counted: whether each operation's bytes are counted, which takes time.
         n_sharing: processes that compute on the same processors at the same time.
         sum_seconds: of bytes that ranks which divide tensors add up, while compute waits.
+        costs: known from other steps on such a device.
     """
 
     def __init__(
@@ -90,6 +104,7 @@ class OpClock(DispatchMode):
         counted: bool = False,
         n_sharing: int = 1,
         sum_seconds: Callable[[float], float] = lambda n_bytes: 0.0,
+        costs: Costs | None = None,
     ) -> None:
         super().__init__()
         self._sum_seconds = sum_seconds
@@ -104,7 +119,7 @@ class OpClock(DispatchMode):
         self.flops = 0.0
         """Multiplications and additions of all matrix products."""
         self._counted_seconds = profile.host.counted_seconds if counted else 0.0
-        self._known: dict[Any, Known] = {}
+        self._known = (costs or Costs()).on(device, profile)
         self._n_sharing = n_sharing
         overlap = profile.overlap
         slows = [(Lane.H2D, overlap.gemm_under_h2d), (Lane.D2H, overlap.gemm_under_d2h)]

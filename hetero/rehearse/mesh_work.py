@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ from hetero.plan.pipeline import (
 )
 from hetero.plan.shape import KINDS as DECODERS
 from hetero.plan.shape import DecoderShape, check_divides, shape_of
+from hetero.rehearse.clock import Costs
 from hetero.rehearse.mirror import NO_CONTEXT
 from hetero.rehearse.models import POSITIONS
 from hetero.rehearse.named import config_of, machine
@@ -62,6 +63,8 @@ class MeshWork:
     """"step" or "pass": after which ranks exchange gradients."""
     config: Config
     profile: MachineProfile
+    costs: Costs = field(default_factory=Costs)
+    """Of operations: stages have layers of one shape."""
 
     @property
     def depth(self) -> int:

@@ -284,6 +284,7 @@ def scene_of_stage(work: MeshWork, shares: Sequence[StageShare], order: Sequence
         profile=work.profile,
         order=order,
         exchange_once=work.n_copies > 1 and work.exchange == "step",
+        costs=work.costs,
     )
 
 

@@ -29,7 +29,7 @@ from hetero.plan.network import sum_seconds
 from hetero.plan.pipeline import WHOLE_BATCH, Pass
 from hetero.plan.placement import BucketHomes
 from hetero.plan.weighing import UnitStep
-from hetero.rehearse.clock import OpClock
+from hetero.rehearse.clock import Costs, OpClock
 from hetero.rehearse.disk import DryDisk, open_dry_pool
 from hetero.rehearse.failures import explaining
 from hetero.rehearse.kernels import AsOn
@@ -85,6 +85,8 @@ class Scene:
     of several turns are those of the models in a list."""
     exchange_once: bool = False
     """Whether ranks exchange gradients after the last backward of a step only."""
+    costs: Costs = field(default_factory=Costs)
+    """Of operations, shared with scenes that are made of this one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,7 +239,7 @@ def plain_step(scene: Scene, blueprint: Blueprint) -> PlainStep:
         AsOn(is_cuda=device.is_cuda),
         explaining(type(model).__name__),
         live,
-        OpClock(device, scene.profile) as clock,
+        OpClock(device, scene.profile, costs=scene.costs) as clock,
     ):
         loss = scene.loss(model(*scene.args, **scene.kwargs))
         forward = live.peak
@@ -261,13 +263,12 @@ def one_step(
     counted = paged and device.copies_here
     n_parts = int((scene.config.mesh or {}).get(TENSOR, 1))
     sums = partial(sum_seconds, scene.profile, n_parts)
-    with OpClock(
-        device, scene.profile, counted=counted, n_sharing=n_here, sum_seconds=sums
-    ) as clock:
+    clocked = partial(OpClock, device, scene.profile, costs=scene.costs)
+    with clocked(counted=counted, n_sharing=n_here, sum_seconds=sums) as clock:
         spent = [*passes(scene, engine, device, None if paged else staying)]
     if engine.optimizer is not None:
         with (
-            nullcontext() if paged else OpClock(device, scene.profile),
+            nullcontext() if paged else clocked(),
             nullcontext() if staying is None else staying.during("step"),
         ):
             engine.optimizer.step()
