@@ -145,7 +145,7 @@ class OpClock(DispatchMode):
             return func(*args, **kwargs) if kwargs else func(*args)
         note_writes(func, args)
         try:
-            key = func, _shown(args), _shown(tuple(kwargs.items())) if kwargs else ()
+            key = func, geometry(args), geometry(tuple(kwargs.items())) if kwargs else ()
             known = self._known.get(key)
         except TypeError:  # an argument that cannot be hashed
             key, known = None, None
@@ -252,12 +252,12 @@ def touched_bytes(tensor: torch.Tensor) -> int:
     return int(numel) * tensor.element_size()
 
 
-def _shown(value: Any) -> Any:
+def geometry(value: Any) -> Any:
     """Return the geometry of an operation's arguments, without the numbers of tensors."""
     if isinstance(value, torch.Tensor):
         return value.shape, value.stride(), value.dtype, value.device
     if isinstance(value, (tuple, list)):
-        return tuple([_shown(item) for item in value])
+        return tuple([geometry(item) for item in value])
     return type(value), value
 
 

@@ -33,6 +33,7 @@ from hetero.rehearse.clock import Costs, OpClock
 from hetero.rehearse.disk import DryDisk, open_dry_pool
 from hetero.rehearse.failures import explaining
 from hetero.rehearse.kernels import AsOn
+from hetero.rehearse.made import Made
 from hetero.rehearse.mirror import mirrored, ranks_of
 from hetero.rehearse.repeats import Repeats
 from hetero.rehearse.stand_in import (
@@ -87,6 +88,8 @@ class Scene:
     """Whether ranks exchange gradients after the last backward of a step only."""
     costs: Costs = field(default_factory=Costs)
     """Of operations, shared with scenes that are made of this one."""
+    made: Made = field(default_factory=Made)
+    """Results of updates, likewise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,6 +175,7 @@ def rehearse(scene: Scene) -> Rehearsal:
         disk,
         ram_seconds=lambda n: n * touched / scene.profile.host.dram_bytes_per_second.value,
         n_carriers=N_SLOTS if device.is_cuda else 0,
+        made=scene.made,
     )
     counted = DryBytes(device.memory.total_bytes())
     repeats = Repeats(device)
@@ -268,7 +272,7 @@ def one_step(
         spent = [*passes(scene, engine, device, None if paged else staying)]
     if engine.optimizer is not None:
         with (
-            nullcontext() if paged else clocked(),
+            scene.made if paged else clocked(),
             nullcontext() if staying is None else staying.during("step"),
         ):
             engine.optimizer.step()

@@ -11,6 +11,7 @@ from hetero.dry import DryDevice
 from hetero.internals import without_modes
 from hetero.jobs import Job, Portable, Slice, Worker, hurried
 from hetero.rehearse.disk import DryDisk
+from hetero.rehearse.made import Made
 from hetero.types import Lane, noop
 
 UpdateSeconds = Callable[[int], float]
@@ -82,7 +83,8 @@ class DryJob(Job):
 
     def _carry_out(self, begin: float, end: float) -> None:
         disk, self.ended = self._worker.disk, end
-        with without_modes(), nullcontext() if disk is None else disk.at(begin):
+        at_disk = nullcontext() if disk is None else disk.at(begin)
+        with without_modes(), self._worker.made, at_disk:
             super().settle()
             if disk is not None and disk.now() > end:
                 self.ended = disk.now()
@@ -100,6 +102,7 @@ class DryWorker(Worker):
         disk: that slices may wait for.
         ram_seconds: in which RAM moves the bytes of such a step, wherever that is made: what HOST
             and carriers do at one time cannot be done sooner.
+        made: results of updates, known from other rehearsals.
     """
 
     def __init__(
@@ -110,8 +113,10 @@ class DryWorker(Worker):
         *,
         ram_seconds: UpdateSeconds = lambda numel: 0.0,
         n_carriers: int = 0,
+        made: Made | None = None,
     ) -> None:
         super().__init__(0, n_carriers=n_carriers)
+        self.made = made or Made()
         self.device = device
         self.disk = disk
         self.clock = device.clock
@@ -190,7 +195,7 @@ class DryWorker(Worker):
 
     def _carry(self, job: DryJob, begin: float) -> None:
         numel = job.last_numel
-        with self.device.at(begin), without_modes():
+        with self.device.at(begin), without_modes(), self.made:
             job.help(carries=True)
             end = max(self.device.clock_seconds, self._ram(begin, numel))
         self._carriers[self._carriers.index(min(self._carriers))] = end
