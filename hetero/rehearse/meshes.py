@@ -26,7 +26,7 @@ from hetero.rehearse.decoders import decoder
 from hetero.rehearse.mesh_work import MeshWork, mesh_work
 from hetero.rehearse.models import META
 from hetero.rehearse.plan import settings_of
-from hetero.rehearse.rehearsal import Rehearsal, Scene, rehearse
+from hetero.rehearse.rehearsal import Rehearsal, Scene, rehearse, set_apart
 from hetero.train.engine.lacking import lacking, refuse_lacking
 from hetero.types import Tier
 
@@ -199,7 +199,8 @@ def plan_mesh(
     Raises ConfigError for what cannot be planned.
     """
     work = mesh_work(model, batch, **settings)
-    return drawn(work, stages_of(work))
+    with set_apart():
+        return drawn(work, stages_of(work))
 
 
 def stages_of(work: MeshWork) -> list[RehearsedStage]:

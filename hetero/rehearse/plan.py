@@ -38,6 +38,7 @@ from hetero.rehearse.rehearsal import (
     Rehearsal,
     Scene,
     plain_step,
+    set_apart,
 )
 from hetero.rehearse.several import several_gpus
 from hetero.rehearse.stand_in import device_for, update_seconds
@@ -191,7 +192,8 @@ def plan(
         optimizer = named(optimizer, described.model)
     scene = scene_of(described, optimizer, loss, known, profile)
     estimates = estimates and ranks_of(known.mesh, profile).size == 1  # they are of one rank
-    return drawn(scene, described, until_it_fits(scene), estimates)
+    with set_apart():
+        return drawn(scene, described, until_it_fits(scene), estimates)
 
 
 def scene_of(

@@ -7,6 +7,7 @@ by the times of a hardware profile.
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -62,6 +63,23 @@ TIERS = (Tier.HBM, Tier.HOST, Tier.NVME)
 LEAST_STEPS = 3  # of a run whose steps are alike: the first has no plan, the second begins with it
 
 Loss = Callable[[Any], torch.Tensor]
+
+
+@contextmanager
+def set_apart() -> Iterator[None]:
+    """Look for garbage among what is made inside the block alone.
+
+    Where a budget is passed, graphs in cycles are let go of first: to walk all of torch's objects
+    for them takes longer than to rehearse a small model. What others froze stays so.
+    """
+    if gc.get_freeze_count():
+        yield
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

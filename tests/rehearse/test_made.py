@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from hetero.internals import DispatchMode
 from hetero.rehearse.made import Made
+from hetero.rehearse.rehearsal import set_apart
 
 META = torch.device("meta")
 
@@ -103,3 +105,16 @@ def test_what_is_refused_is_refused_again() -> None:
                 x.add_(y)
             with pytest.raises(RuntimeError, match="meta"):
                 x.sum().item()
+
+
+def test_a_plan_freezes_what_was_before_it_and_leaves_what_others_froze() -> None:
+    with set_apart():
+        assert gc.get_freeze_count()  # by the plugin of all tests
+    assert gc.get_freeze_count()
+    gc.unfreeze()
+    try:
+        with set_apart():
+            assert gc.get_freeze_count()
+        assert not gc.get_freeze_count()
+    finally:
+        gc.freeze()
