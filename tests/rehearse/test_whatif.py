@@ -36,6 +36,15 @@ def rows() -> dict[str, WhatIf]:
     return {row.label: row for row in planned(estimates=True).what_if}
 
 
+GPUS: dict[str, Any] = {"layers": 2, "hbm": "1200MiB"}
+OF_ALL, OF_EACH = "6400MiB", "3200MiB"  # RAM of two
+
+
+@functools.cache
+def rows_of_gpus() -> dict[str, WhatIf]:
+    return {row.label: row for row in planned(estimates=True, **GPUS, host=OF_ALL).what_if}
+
+
 @pytest.mark.parametrize("activations", ["recompute", "offload"])
 def test_an_estimate_is_near_the_rehearsal_of_its_setting(activations: str) -> None:
     """Homes on HBM cross no link: once rows took all weights to go up twice a step, and a forward
@@ -71,9 +80,8 @@ def test_rows_of_a_model_that_stays_fit_as_it_does() -> None:
 def test_a_row_of_several_gpus_is_the_plan_of_one_of_the_ranks() -> None:
     """It took each GPU to be as fast as one that is alone: 2 H200 made 21,000 tokens/s of 8 B, and
     8 of them 84,000; plans with --ranks said 6,600 and 21,000."""
-    given = {"layers": 2, "hbm": "1200MiB", "host": "6400MiB"}
-    row = next(row for row in planned(estimates=True, **given).what_if if row.label[0] == "2")
-    found = planned(mesh={"dp_shard": 2}, **{**given, "host": "3200MiB"})
+    row = next(row for label, row in rows_of_gpus().items() if label[0] == "2")
+    found = planned(mesh={"dp_shard": 2}, **GPUS, host=OF_EACH)
 
     assert found.fits and row.fits and row.how == "rehearsed"
     assert row.step_seconds == pytest.approx(found.step_seconds)
@@ -81,10 +89,9 @@ def test_a_row_of_several_gpus_is_the_plan_of_one_of_the_ranks() -> None:
 
 
 def test_a_row_of_gpus_that_gather_is_the_plan_of_one_of_them_with_homes_on_hbm() -> None:
-    given = {"layers": 2, "hbm": "1200MiB", "host": "6400MiB"}
-    said = {row.label: row for row in planned(estimates=True, **given).what_if}
+    said = rows_of_gpus()
     row, read = said["2 GPUs, gather_shares"], said["2 GPUs in this machine"]
-    found = planned(mesh={"dp_shard": 2}, gather_shares=True, **{**given, "host": "3200MiB"})
+    found = planned(mesh={"dp_shard": 2}, gather_shares=True, **GPUS, host=OF_EACH)
 
     assert found.fits and row.fits
     assert row.step_seconds == pytest.approx(found.step_seconds)
