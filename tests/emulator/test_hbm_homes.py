@@ -221,6 +221,24 @@ def test_sums_of_homes_that_stay_on_hbm_take_the_room_of_frames(
     assert engine_of(up.model).setup.ledger.peak(Tier.HBM) <= SOME + 8192
 
 
+def test_homes_do_not_come_down_into_the_ram_of_sums(watched: None) -> None:
+    """A batch that is too large is refused, and the steps after it are made."""
+    up = run_on(None, hbm=200_000, host=305_152, activations="recompute", precision="bf16")
+    down = run_on(False, precision="bf16")
+    for number in range(6):
+        if number == 3:
+            with pytest.raises(BudgetError) as caught:
+                for part in range(2):
+                    up.backward(part, 160)
+                up.optimizer.step()
+            assert "HBM out of memory" in str(caught.value)
+            caught.value.__traceback__ = None
+            up.optimizer.zero_grad()
+        for each in (up, down):
+            each.step(number, parts=2)
+    assert up.bits() == down.bits() and up.on_hbm
+
+
 def run_on_disk(folder: Path, n_homes: int = UNITS, **settings: Any) -> Run:
     """Return a run of which RAM holds some of the homes, and a disk the rest."""
     given = {"nvme": folder, "units": 4 * UNITS, **settings}

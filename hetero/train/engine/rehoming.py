@@ -323,15 +323,35 @@ class Rehoming:
 
     def _has_room(self, bucket: Bucket) -> bool:
         """Whether HBM and HOST hold those of a bucket's homes that are to move there, as they are
-        now."""
+        now; and HOST the gradients that are to come, which no step could do without."""
         setup = self._setup
         needed = Counter[Tier]()
         for name, tier in setup.store.misplaced(bucket).items():
             needed[tier] += kept_bytes(setup.store.homes[name, bucket.id], bucket)
+        if needed[Tier.HOST]:
+            needed[Tier.HOST] += self._gradients_to_come()
         free = {tier: setup.ledger.free(tier) for tier in (Tier.HBM, Tier.HOST)}
         if free[Tier.HOST] is None:
             free[Tier.HOST] = setup.ram()
         return all(room is None or needed[tier] <= room for tier, room in free.items())
+
+    def _gradients_to_come(self) -> int:
+        """Return the bytes of RAM that gradients will take beyond those they have, in fp32 if they
+        add up."""
+        places, homes = self._places, self._setup.store.homes
+        n_bytes = 0
+        for part in self._parts[self._grads.adds_up]:
+            lies_below = part.bucket not in places.on_hbm
+            if (
+                part.kind is Kind.GRAD
+                and lies_below
+                and (part.kind, part.bucket) not in places.on_disk
+            ):
+                bucket = self._setup.buckets[part.bucket]
+                there = (homes.get((name, part.bucket)) for name in (GRAD, WIDE))
+                taken = sum(kept_bytes(home, bucket) for home in there if home is not None)
+                n_bytes += max(0, part.n_bytes - taken)
+        return n_bytes
 
     def _show(self, move: Move, bucket: Bucket) -> None:
         """Let those who know a home that has moved know the new one."""
