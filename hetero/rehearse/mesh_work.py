@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from hetero.config import Config
@@ -38,7 +37,7 @@ from hetero.plan.shape import DecoderShape, check_divides, shape_of
 from hetero.rehearse.clock import Costs
 from hetero.rehearse.mirror import NO_CONTEXT
 from hetero.rehearse.models import POSITIONS
-from hetero.rehearse.named import config_of, machine
+from hetero.rehearse.named import ModelConfig, config_of, machine
 
 EXCHANGES = ("step", "pass")
 
@@ -117,7 +116,7 @@ def halves_of(schedule: str, ranks: Sequence[int], n_passes: int, rank: int) -> 
 
 
 def mesh_work(
-    model: Mapping[str, Any] | str | Path,
+    model: ModelConfig,
     batch: tuple[int, int] | None = None,
     *,
     schedule: str = "1f1b",

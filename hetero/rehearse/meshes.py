@@ -11,7 +11,6 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +24,7 @@ from hetero.plan.shape import StageShare, even_cut
 from hetero.rehearse.decoders import decoder
 from hetero.rehearse.mesh_work import MeshWork, mesh_work
 from hetero.rehearse.models import META
+from hetero.rehearse.named import ModelConfig
 from hetero.rehearse.plan import settings_of
 from hetero.rehearse.rehearsal import Rehearsal, Scene, rehearse, set_apart
 from hetero.train.engine.lacking import lacking, refuse_lacking
@@ -183,7 +183,7 @@ class RehearsedStage:
 
 
 def plan_mesh(
-    model: Mapping[str, Any] | str | Path, batch: tuple[int, int] | None = None, **settings: Any
+    model: ModelConfig, batch: tuple[int, int] | None = None, **settings: Any
 ) -> MeshPlan:
     """Find out the memory and the time of a step on a mesh with stages and divided tensors.
 

@@ -20,7 +20,7 @@ from hetero.recipes.options import installed
 from hetero.rehearse.bert import Bert
 from hetero.rehearse.decoders import decoder
 from hetero.rehearse.layers import HAS_EXPERTS
-from hetero.rehearse.named import config_of, is_factory
+from hetero.rehearse.named import ModelConfig, config_of, is_factory
 
 POSITIONS = 1024  # of the one sample that is planned with if no batch is given
 MAX_LAYERS = 2**14  # that are built: a configuration of a kilobyte may ask for billions
@@ -42,9 +42,7 @@ class Described:
     positions: int = 1
 
 
-def describe(
-    what: nn.Module | Mapping[str, Any] | str | Path, batch: Any, *, plain: bool = True
-) -> Described:
+def describe(what: nn.Module | ModelConfig, batch: Any, *, plain: bool = True) -> Described:
     """Return the model that ``what`` names, and the batch; see `hetero.plan`.
 
     ``plain``: whether a configuration may be built without transformers, where hetero knows it.

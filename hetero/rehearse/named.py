@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, Protocol, TypeGuard
 
 from hetero.config import Config
 from hetero.errors import ConfigError
@@ -15,6 +15,16 @@ from hetero.plan.machine import MachineProfile
 from hetero.plan.presets import PRESETS
 
 MAX_CONFIG_BYTES = 2**22
+
+
+class HubConfig(Protocol):
+    """A configuration as Transformers has it."""
+
+    def to_dict(self) -> dict[str, Any]: ...
+
+
+ModelConfig = Mapping[str, Any] | HubConfig | str | Path
+"""A model's configuration, or its name, file or directory."""
 
 
 def machine(config: Config) -> MachineProfile:
@@ -33,8 +43,15 @@ def is_factory(what: object) -> TypeGuard[str]:
     return isinstance(what, str) and ":" in what and not Path(what).exists()
 
 
-def config_of(what: Mapping[str, Any] | str | Path) -> tuple[Mapping[str, Any], str]:
+def config_of(what: ModelConfig) -> tuple[Mapping[str, Any], str]:
     """Return a configuration, and a name for it."""
+    if not isinstance(what, (Mapping, str, Path)):
+        if not callable(getattr(what, "to_dict", None)):
+            raise ConfigError(
+                f"{type(what).__name__} is no model, and no configuration",
+                advice="give a module, a model's name or directory, or a configuration",
+            )
+        what = what.to_dict()
     if isinstance(what, Mapping):
         return what, str(what.get("_name_or_path") or what.get("model_type") or "model")
     if str(what) in PRESETS:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from hetero.rehearse.attempts import (
 )
 from hetero.rehearse.mirror import ranks_of
 from hetero.rehearse.models import Described, describe
-from hetero.rehearse.named import machine
+from hetero.rehearse.named import ModelConfig, machine
 from hetero.rehearse.rehearsal import (
     PlainStep,
     Rehearsal,
@@ -109,7 +109,7 @@ class Plan:
     """Part of the peak rate that the plain model's matrix products make; None without a peak."""
     checks: tuple[()] = ()
     """None since closed forms went; readers of version 0.1 look for them."""
-    rehearsal: Rehearsal
+    rehearsal: Rehearsal = field(repr=False)
     """Its ``run`` may be given to `hetero.report`."""
 
     @property
@@ -139,7 +139,7 @@ class Plan:
 
 
 def plan(
-    model_or_config: nn.Module | Mapping[str, Any] | str | Path,
+    model_or_config: nn.Module | ModelConfig,
     batch: Any = None,
     *,
     optimizer: torch.optim.Optimizer | str | None = None,
@@ -156,8 +156,9 @@ def plan(
 
     Args:
         model_or_config: a module (real, or on the meta device); the name of a published model
-            (``"llama-3-8b"``); a Hugging Face config, as a mapping, its file or directory; or
-            ``"package.module:function"``, which returns a module, or a module and its batch.
+            (``"llama-3-8b"``); a Hugging Face config, as an object or a mapping, its file or
+            directory; or ``"package.module:function"``, which returns a module, or a module and its
+            batch.
         batch: the model's arguments: a mapping of keyword arguments, a sequence of positional ones,
             or one tensor. For a Hugging Face model it may be ``(samples, positions)``; None: one
             sample of 1024.

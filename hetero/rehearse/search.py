@@ -6,7 +6,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from hetero.config import Config
@@ -15,7 +14,7 @@ from hetero.plan.candidates import Estimate, MeshCandidate, SearchWork, fitting
 from hetero.plan.shape import KINDS, shape_of
 from hetero.rehearse.meshes import MeshPlan, plan_mesh
 from hetero.rehearse.models import POSITIONS
-from hetero.rehearse.named import config_of, machine
+from hetero.rehearse.named import ModelConfig, config_of, machine
 
 BEST = 10  # rows of the table
 REHEARSED = 14  # candidates, of which the best are told
@@ -58,7 +57,7 @@ class MeshSearch:
 
 
 def search(
-    model: Mapping[str, Any] | str | Path,
+    model: ModelConfig,
     n_ranks: int,
     batch: tuple[int, int] | None = None,
     *,
@@ -109,7 +108,7 @@ def search(
 
 
 def rehearsals(
-    model: Mapping[str, Any] | str | Path,
+    model: ModelConfig,
     chosen: list[Estimate],
     batch: tuple[int, int],
     seconds: float,

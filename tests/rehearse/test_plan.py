@@ -679,3 +679,15 @@ def test_a_device_updates_the_masters_of_a_model_that_stays_there(tmp_path: Path
 
     assert stays[0].step_seconds == stays[1].step_seconds
     assert paged_on_gpu().step_seconds < pages.step_seconds
+
+
+def test_a_configuration_may_be_an_object_and_a_plan_prints_in_a_few_lines() -> None:
+    class Llama:
+        def to_dict(self) -> dict[str, Any]:
+            return {**LLAMA, "num_hidden_layers": 1}
+
+    found = plan(Llama(), (1, 16), profile="rtx4090", estimates=False)
+
+    assert found.model == "llama" and len(repr(found)) < 5000
+    with pytest.raises(ConfigError, match="int is no model"):
+        plan(7, (1, 16), profile="rtx4090")  # type: ignore[arg-type]

@@ -112,6 +112,12 @@ def test_a_budget_that_ranks_cannot_divide_ends_no_plan() -> None:
     assert planned(estimates=True, host=7).what_if[-1].fits is False
 
 
+def test_ram_without_room_for_anything_ends_no_plan() -> None:
+    found = planned(2, host=7)
+
+    assert not found.fits and [row.tier for row in found.shortfalls] == ["HOST"]
+
+
 def test_a_machine_has_no_row_of_more_gpus_than_it_has() -> None:
     labels = [row.label for row in planned(2, estimates=True, profile="gb10").what_if]
 

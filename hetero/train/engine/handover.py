@@ -171,10 +171,10 @@ def kept(param: nn.Parameter, parts: Parts) -> torch.Tensor | None:
 
 
 def move_buffers(modules: Iterable[nn.Module], place: torch.device) -> None:
-    """Put modules' own buffers on a device."""
+    """Put modules' own buffers on a device; without bytes, as in a plan, they stay."""
     for module in modules:
         for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.device != place:
+            if buffer is not None and buffer.device != place and not buffer.is_meta:
                 module._buffers[name] = buffer.to(place)
 
 
