@@ -201,6 +201,19 @@ def mean_of(model: nn.Module, step: int, rank: int, rows: int) -> torch.Tensor:
     return out.pow(2).mean()
 
 
+def noted_exchanges() -> list[Exchange]:
+    """Return a list to which this process adds each exchange of a pass from now on."""
+    found: list[Exchange] = []
+    finish = Exchange.finish_pass
+
+    def noted(exchange: Exchange) -> None:
+        found.append(exchange)
+        finish(exchange)
+
+    Exchange.finish_pass = noted  # type: ignore[method-assign]
+    return found
+
+
 def counting(
     rank: int,
     kind: type[models.Net],
@@ -213,15 +226,7 @@ def counting(
 
     Each step makes a pass more, which fails when backward comes to block ``at``, inside of a pass.
     """
-    times = 0
-    finish = Exchange.finish_pass
-
-    def counted(exchange: Exchange) -> None:
-        nonlocal times
-        times += 1
-        finish(exchange)
-
-    Exchange.finish_pass = counted  # type: ignore[method-assign]
+    exchanges = noted_exchanges()
     model, plain = made(kind)
     settings = NESTED if slices is None else {**NESTED, "micro_batch": slices}
     config = Config.load(mesh="world", **settings)
@@ -242,7 +247,7 @@ def counting(
     evictions = hetero.status(model).evictions
     state = found(model, optimizer, [])
     hetero.release(model, optimizer)
-    return state, times / STEPS, evictions
+    return state, len(exchanges) / STEPS, evictions
 
 
 def slices_by_hand(kind: type[models.Net], rows: tuple[int, ...], slices: int) -> Found:
@@ -324,3 +329,38 @@ def test_a_pass_that_failed_inside_of_another_leaves_nothing_to_the_next(at: int
     expected = reentrant_by_torch((5, 5))
     for state, _, _ in run_ranks(2, counting, Reentrant, (5, 5), None, True, at):
         assert_same(state, expected)
+
+
+# -- passes that return gradients ----------------------------------------------------------------
+
+
+def looks(rank: int, who: tuple[int, ...], one_sided: bool) -> Any:
+    """Train, and on some ranks look at the gradient of the inputs before each backward pass."""
+    exchanges = noted_exchanges()
+    model, plain = models.built(RUN)
+    config = Config.load(mesh="world", **RUN.settings)
+    model, optimizer = prepare_tuned(model, plain, config, Tuning(one_sided=one_sided))
+    norms, seen = [], []
+    for step in range(RUN.steps):
+        if rank in who:
+            x = torch.ones(3, 10, requires_grad=True)
+            seen += torch.autograd.grad(model(x).sum(), x)
+        models.loss_of(model, RUN, step, rank).backward()
+        norms.append(float(optimizer.clip_grad_norm_(RUN.clip or 0.0)))
+        optimizer.step()
+        optimizer.zero_grad()
+    state = found(model, optimizer, norms)
+    hetero.release(model, optimizer)
+    return state, len(exchanges), seen
+
+
+@pytest.mark.parametrize(
+    ("who", "one_sided"), [((1,), True), ((0, 1), False)], ids=["one reads", "all gather"]
+)
+def test_a_pass_that_returns_gradients_exchanges_none(
+    who: tuple[int, ...], one_sided: bool
+) -> None:
+    expected = models.by_torch(RUN, 2)
+    for rank, (state, passes, seen) in enumerate(run_ranks(2, looks, who, one_sided)):
+        assert_same(state, expected)
+        assert passes == RUN.steps and len(seen) == (RUN.steps if rank in who else 0)

@@ -43,6 +43,8 @@ class Caller(NamedTuple):
     thread: int
     task: int
     """The graph task of the pass that makes this one; NO_TASK outside of one."""
+    accumulates: bool
+    """Whether leaves get gradients, as by `backward`; `torch.autograd.grad` returns them."""
 
 
 _callers: list[Caller] = []  # of torch's backward, which wait
@@ -52,7 +54,8 @@ def _noted(run: Callable[..., Any]) -> Callable[..., Any]:
     """Return torch's backward, which notes who waits for it."""
 
     def noted(*args: Any, **kwargs: Any) -> Any:
-        caller = Caller(threading.get_ident(), graph_task())
+        accumulates = kwargs.get("accumulate_grad", True)
+        caller = Caller(threading.get_ident(), graph_task(), accumulates)
         _callers.append(caller)
         try:
             return run(*args, **kwargs)
@@ -121,11 +124,11 @@ class AccessLog:
 class Pass:
     """A backward pass through the model that was heard of."""
 
-    def __init__(self, task: int) -> None:
+    def __init__(self, task: int, *, brings: bool) -> None:
         self.task = task
         """Its graph task."""
-        self.has_brought = False
-        """Whether a gradient has come in it."""
+        self.brings = brings
+        """Whether gradients come in it; inside of another one, whether one has come."""
         self.ending: Callable[[], Ending | None] = noop
         """Gives what is called at its end, until that, or until it fails."""
 
@@ -155,8 +158,8 @@ class BackwardAccess:
     [Note: passes inside of a pass]  A reentrant checkpoint, and each slice of ``micro_batch=``,
     runs a backward pass inside of another, whose gradients go on arriving: it is a part of that
     one. Gradients that come in it are complete when it ends, and the same parameters may get more
-    in the next one: ranks exchange them then. One that brings none to parameters, as a slice's,
-    leaves nothing to exchange.
+    in the next one: ranks exchange them then. One that brings none to parameters, as a slice's or
+    any by `torch.autograd.grad`, leaves nothing to exchange.
 
     Args:
         begins: called when a backward pass reaches the model, inside of no other one.
@@ -237,7 +240,7 @@ class BackwardAccess:
     def _hear_of_gradient(self) -> None:
         self.hear_of_pass()
         if self._passes:
-            self._passes[-1].has_brought = True
+            self._passes[-1].brings = True
 
     def hear_of_pass(self) -> None:
         """Note the running backward pass, and be called when it ends."""
@@ -249,12 +252,14 @@ class BackwardAccess:
             return
         self._device.refuse_capture()
         refuse_backward()
-        heard = Pass(task)
+        is_outermost = not self._passes
+        accumulates = not _callers or any(caller.accumulates for caller in _callers)
+        heard = Pass(task, brings=is_outermost and accumulates)
         ending = Ending(heard, self._end)
         heard.ending = weakref.ref(ending)
         at_end_of_backward(ending)
         self._keep([*self._passes, heard])
-        if len(self._passes) == 1:
+        if is_outermost:
             self._began = self._accesses.begin_phase(Phase.BACKWARD)
             self._begins()
 
@@ -284,7 +289,7 @@ class BackwardAccess:
         self._keep([each for each in self._passes if each is not ended])
         self._close()
         self._grads.flush_pending()
-        if ended.has_brought or not self._passes:
+        if ended.brings:
             self._grads.pass_ended()
         if not self._passes:
             self._early.pass_ended()
