@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -155,3 +156,23 @@ def test_an_update_waits_for_copies_of_the_weights_that_it_changes(watched: None
             training.optimizer.step()
             training.step()  # prefetches for the next forward are under way
         assert torch.equal(*(torch.stack(norms).cpu() for norms in found))
+
+
+def test_a_deep_copy_is_in_ram_with_its_buffers() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*net(), nn.BatchNorm1d(WIDTH))
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.05)
+    model, optimizer = hetero.prepare(
+        model, optimizer, device=fake.device(), hbm=ALL, chunk_bytes=4096
+    )
+    model(torch.randn(4, WIDTH).to(fake.PLACE)).square().mean().backward()
+    optimizer.step()
+    assert hetero.status(model).mode == "paged"
+
+    twin = copy.deepcopy(model)
+
+    values = {name: value.cpu() for name, value in model.state_dict().items()}
+    copies = twin.state_dict()
+    assert all(value.device.type == "cpu" for value in copies.values())
+    assert all(torch.equal(values[name], value) for name, value in copies.items())
+    assert twin.eval()(torch.ones(2, WIDTH)).shape == (2, WIDTH)

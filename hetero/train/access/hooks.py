@@ -27,6 +27,7 @@ from hetero.train.activations.policy import ActivationPolicies
 from hetero.train.activations.saved import SavedTensors
 from hetero.train.activations.tiles import TILE, mlps, tile, untile
 from hetero.train.model.binding import without_faults
+from hetero.train.model.faults import Prepared
 from hetero.train.model.graph import OurHook
 from hetero.train.model.units import PART, Unit, entries_of, has_params
 
@@ -199,6 +200,7 @@ def _copied(
     """Return a deep copy of a module without our attachments."""
     with without_faults():
         fits(sum(p.nbytes for p in module.parameters() if id(p) not in memo))
+    _copy_buffers(module, memo)
     own = getattr(type(module), "__deepcopy__", None)
     if own is None:
         twin = _twin(ours, module, memo)
@@ -212,6 +214,14 @@ def _copied(
     for part in twin.modules():
         part.__dict__.pop(PART, None)
     return twin
+
+
+def _copy_buffers(module: nn.Module, memo: dict[int, Any]) -> None:
+    """Copy a module's buffers to RAM, where copies of its pages are."""
+    if any(isinstance(param, Prepared) for param in module.parameters()):
+        for buffer in module.buffers():
+            if id(buffer) not in memo and type(buffer) is torch.Tensor:
+                memo[id(buffer)] = buffer.detach().to("cpu", copy=True)
 
 
 def _twin(ours: Attachments, module: nn.Module, memo: dict[int, Any]) -> nn.Module:
