@@ -42,8 +42,13 @@ class CpuDevice:
     align_bytes = 1
     cheap_slabs = True
 
-    def __init__(self, torch_device: torch.device | None = None) -> None:
+    def __init__(
+        self,
+        torch_device: torch.device | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.torch_device = torch_device or torch.device("cpu")
+        self._clock = clock
         self.memory: DeviceMemory = UncountedMemory()
         self._done = Ticket(Lane.COMPUTE, 0.0, done=True)
         self._bytes_per_second: float | None = None
@@ -73,10 +78,10 @@ class CpuDevice:
     def copy(
         self, lane: Lane, dst: torch.Tensor, src: torch.Tensor, after: Iterable[Ticket] = ()
     ) -> Ticket:
-        begin = time.monotonic()
+        begin = self._clock()
         with unseen():
             dst.copy_(src)
-        return Ticket(lane, 0.0, done=True).was(begin, time.monotonic())
+        return Ticket(lane, 0.0, done=True).was(begin, self._clock())
 
     def is_direct(self, memory: torch.Tensor) -> bool:
         return True
@@ -144,11 +149,11 @@ class CpuDevice:
     def check_read(self, src: torch.Tensor) -> None: ...
 
     def now(self) -> float:
-        return time.monotonic()
+        return self._clock()
 
     @property
     def clock(self) -> Callable[[], float]:
-        return time.monotonic
+        return self._clock
 
     def watch(self, on: bool) -> None: ...
 

@@ -691,3 +691,15 @@ def test_a_configuration_may_be_an_object_and_a_plan_prints_in_a_few_lines() -> 
     assert found.model == "llama" and len(repr(found)) < 5000
     with pytest.raises(ConfigError, match="int is no model"):
         plan(7, (1, 16), profile="rtx4090")  # type: ignore[arg-type]
+
+
+def test_events_of_a_plan_are_on_its_own_clock() -> None:
+    """Also where a model with masters stays on its device, whose gradients go no way."""
+    config = {**LLAMA, "num_hidden_layers": 1}
+    once, again = (
+        plan(config, (1, 16), profile="rtx4090", precision="bf16", estimates=False) for _ in "ab"
+    )
+
+    events = once.rehearsal.run.events
+    assert any(event.why == "gradient" for event in events)
+    assert list(events) == list(again.rehearsal.run.events)

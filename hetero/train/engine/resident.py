@@ -190,7 +190,8 @@ class Mastered(Resident):
 
     def __init__(self, setup: Setup, before: Before | None = None) -> None:
         super().__init__(setup, before)
-        place = CpuDevice(setup.device.torch_device)  # everything is in one memory
+        # everything is in one memory
+        place = CpuDevice(setup.device.torch_device, setup.device.clock)
         self.trained = trained = (
             Trained.on(setup, place, Link(place, setup.log), early=False)
             if before is None
