@@ -58,6 +58,8 @@ class Case:
     n_blocks: int = 4
     on_hbm: bool = False
     """Whether homes have to be on HBM in the end."""
+    rows: Sequence[int] = (5,)
+    """Of batches: each rank goes through them, one further than the rank before it."""
     gathers: bool = False
     """Whether ranks do not read each other's shares, but gather them."""
 
@@ -94,13 +96,14 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(trained, lr=1e-2, foreach=False)
 
 
-def batch_of(step: int, rank: int) -> torch.Tensor:
+def batch_of(case: Case, step: int, rank: int) -> torch.Tensor:
     dice = torch.Generator().manual_seed(1000 * step + rank)
-    return torch.randn(5, 10, generator=dice).to(fake.PLACE)
+    rows = case.rows[(step + rank) % len(case.rows)]
+    return torch.randn(rows, 10, generator=dice).to(fake.PLACE)
 
 
-def loss_of(model: nn.Module, step: int, rank: int) -> torch.Tensor:
-    out: torch.Tensor = model(batch_of(step, rank))
+def loss_of(model: nn.Module, case: Case, step: int, rank: int) -> torch.Tensor:
+    out: torch.Tensor = model(batch_of(case, step, rank))
     return out.pow(2).mean()
 
 
@@ -110,7 +113,7 @@ def by_torch(case: Case, n_ranks: int) -> Values:
     params = [param for param in model.parameters() if param.requires_grad]
     for step in range(STEPS):
         for rank in range(n_ranks):
-            grads = torch.autograd.grad(loss_of(model, step, rank), params)
+            grads = torch.autograd.grad(loss_of(model, case, step, rank), params)
             for param, grad in zip(params, grads, strict=True):
                 grad = grad * (1 / n_ranks)
                 param.grad = grad if param.grad is None else param.grad.add_(grad)
@@ -129,7 +132,7 @@ def by_one_rank(case: Case, n_ranks: int) -> Values:
     _, optimizer = prepare_tuned(model, plain, config, alone)
     for step in range(STEPS):
         for rank in range(n_ranks):
-            hetero.backward(loss_of(model, step, rank) / n_ranks)
+            hetero.backward(loss_of(model, case, step, rank) / n_ranks)
         optimizer.step()
         optimizer.zero_grad()
     weights = values_of(model)
@@ -175,7 +178,7 @@ def train(case: Case, rank: int) -> tuple[nn.Module, Any]:
     config = Config.load(device=fake.device(), **given)
     _, optimizer = prepare_tuned(model, plain, config, None)
     for step in range(STEPS):
-        batch = batch_of(step, rank)
+        batch = batch_of(case, step, rank)
         fake.forget_stalls()
         hetero.backward(model(batch).pow(2).mean())
         optimizer.step()
@@ -194,7 +197,8 @@ def main(case: Case) -> None:
     model, optimizer = train(case, rank)
     engine = engine_of(model)
     waits = unexpected(fake.stalls(), case.places)
-    assert not waits, "\n".join(map(repr, waits))
+    if len(case.rows) == 1:  # else steps are not as they were planned
+        assert not waits, "\n".join(map(repr, waits))
     stats = engine.setup.stats
     assert stats.counts["evict"] + stats.counts["discard"], stats.counts
     assert engine.setup.store.is_gathered == case.gathers

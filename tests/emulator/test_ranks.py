@@ -37,6 +37,8 @@ READ: list[tuple[int, dict[str, Any]]] = [
 CODED = {"precision": "bf16", "frozen": "int8", "hbm": 80_000}
 ON_HBM = {"precision": "bf16", "hbm": 120_000, "max_grad_norm": 0.5}
 ON_DISK = {"hbm": 4_000_000, "chunk_bytes": 4096, "host": 3_600_000, "nvme": "a folder"}
+RECOMPUTES = {"hbm": 120_000, "activations": "recompute"}
+UNLIKE = [2, 24, 5]
 GATHERED: list[tuple[int, dict[str, Any]]] = [
     (2, {"settings": {"max_grad_norm": 0.5}, "machines": [0, 1]}),
     (2, {"settings": {**CODED, "max_grad_norm": 0.5}, "frozen": [1, 2], "machines": [0, 1]}),
@@ -47,6 +49,9 @@ GATHERED: list[tuple[int, dict[str, Any]]] = [
     (2, {"settings": ON_HBM, "machines": [0, 1], "on_hbm": True}),
     (2, {"settings": {**ON_HBM, "gather_shares": True}, "on_hbm": True}),
     (4, {"settings": {**ON_HBM, "pinned": 2**17}, "machines": [0, 0, 1, 1], "on_hbm": True}),
+    (2, {"settings": {"hbm": 140_000}, "machines": [0, 1], "rows": UNLIKE}),
+    (2, {"settings": {**RECOMPUTES, "gather_shares": True}, "rows": UNLIKE}),
+    (2, {"settings": {**ON_HBM, "gather_shares": True}, "rows": UNLIKE}),
 ]
 """Of ranks whose copy is on several machines, or weights on disk: they gather shares in frames on
 their devices."""

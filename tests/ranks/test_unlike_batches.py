@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import hetero
 from hetero.testing.ranks import run_ranks
@@ -57,3 +59,88 @@ def test_forwards_of_ranks_that_gather_take_batches_of_unlike_sizes(gathers: boo
         for step, output in enumerate(found):
             rows = (2, 40, 5, 2, 2, 60)[(step // 2 + rank) % 6]
             assert torch.equal(output, plain(batch_of(rows, step, rank)))
+
+
+class Words(nn.Module):
+    """Embeddings between blocks: backward needs none of their weights, unless they are computed
+    again."""
+
+    def __init__(self, width: int = 24) -> None:
+        super().__init__()
+        self.first = nn.Embedding(60, width)
+        self.more = nn.ModuleList(nn.Embedding(60, width) for _ in range(3))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, 72), nn.GELU(), nn.Linear(72, width)) for _ in range(3)
+        )
+        self.head = nn.Linear(width, 60)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        x = self.first(words)
+        for more, block in zip(self.more, self.blocks, strict=True):
+            x = x + block(x + more(words))
+        out: torch.Tensor = self.head(x)
+        return out
+
+
+ROWS = (3, 24, 1, 40)
+
+
+def mean_of(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+    dice = torch.Generator().manual_seed(10 * step + rank)
+    words = torch.randint(0, 60, (ROWS[(step + rank) % len(ROWS)], 5), generator=dice)
+    out: torch.Tensor = model(words)
+    return out.pow(2).mean()
+
+
+def words() -> tuple[Words, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = Words()
+    return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def trained(rank: int, settings: dict[str, Any]) -> tuple[dict[str, torch.Tensor], int]:
+    """Train with one of two ranks; of a step that is refused on both, make the next one."""
+    model, plain = words()
+    settings = {"device": "cpu:sim", "chunk_bytes": 1024, "gather_shares": True, **settings}
+    model, optimizer = hetero.prepare(model, plain, mesh="world", **settings)
+    n_refused = 0
+    for step in range(8):
+        try:
+            mean_of(model, step, rank).backward()
+            optimizer.step()
+        except hetero.errors.OutOfMemory:
+            n_refused += 1
+        optimizer.zero_grad()
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    hetero.release(model, optimizer)
+    return weights, n_refused
+
+
+@pytest.mark.parametrize("hbm", [100_000, 240_000])
+@pytest.mark.parametrize("micro_batch", [None, 8])
+def test_embeddings_are_not_computed_again_on_one_rank(hbm: int, micro_batch: int | None) -> None:
+    settings = {"hbm": hbm} if micro_batch is None else {"hbm": hbm, "micro_batch": micro_batch}
+    (first, refused), (second, also) = run_ranks(2, trained, settings)
+    assert refused == also and all(torch.equal(first[name], second[name]) for name in first)
+    if micro_batch is None and not refused:
+        model, optimizer = words()
+        for step in range(8):
+            for rank in range(2):
+                (mean_of(model, step, rank) / 2).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert all(torch.equal(first[name], value) for name, value in model.state_dict().items())
+
+
+def test_a_refused_first_step_is_followed_by_smaller_ones() -> None:
+    """What was measured of it is no step's."""
+    model, plain = words()
+    model, optimizer = hetero.prepare(model, plain, device="cpu:sim", hbm=40_000, chunk_bytes=1024)
+    with pytest.raises(hetero.errors.OutOfMemory):
+        mean_of(model, 0, 3).backward()
+        optimizer.step()
+    optimizer.zero_grad()
+    for step in (2, 6, 10):
+        mean_of(model, step, 0).backward()
+        optimizer.step()
+        optimizer.zero_grad()

@@ -309,6 +309,7 @@ class SavedViews:
 
     def __init__(self, pages: ParameterPages, fetches: Fetches, backward: BackwardAccess) -> None:
         self.closed = False
+        self.n_located = 0
         self._pages = pages
         self._by_storage = pages.manager.arena.by_storage
         self._fetches = fetches
@@ -327,6 +328,7 @@ class SavedViews:
         if tensor.is_conj() or tensor.is_neg():
             return None  # a location has no such bit: its storage is a lease
         if replica is None:
+            self.n_located += 1
             index = binding.by_placeholder[cdata]
             spec = self._pages.layout.home[index][1].spec
             return SavedView(
@@ -338,6 +340,7 @@ class SavedViews:
         segment = segments[bisect_right(segments, offset, key=_offset_of) - 1]
         then = self._version_of(binding.params[segment.index])
         at = offset - segment.offset
+        self.n_located += 1
         return SavedView(segment.index, at, tuple(tensor.size()), tensor.stride(), then)
 
     def resolve(self, saved: SavedView) -> torch.Tensor:

@@ -46,7 +46,13 @@ class Cursor:
         return tuple(self._seen)
 
     def observe(self, access: Access) -> tuple[Op, ...]:
-        """Record an access and return the ops to issue, none when off plan."""
+        """Record an access and return the ops to issue, none when off plan.
+
+        One like the last one asks for nothing new: a unit that is computed again, slice by slice,
+        is used once. So ranks whose batches are cut into unlike numbers of slices plan alike.
+        """
+        if self._seen and self._seen[-1] == access:
+            return ()
         if len(self._seen) == LONGEST:
             self._seen.clear()  # passes without a step are not planned
         self._seen.append(access)

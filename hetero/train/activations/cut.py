@@ -42,7 +42,7 @@ def check_unit(job: Sliced) -> Checked:
     if any(users_hooks(param) for param in job.params):
         raise job.refusal("has parameters with hooks of their own, which would run for each slice")
     moment = job.moment()
-    job.cut = find_cut(job, moment)
+    job.cut = find_cut(job, moment) if len(job.rows) > 1 else job.candidates
     originals = job.tensors
     with job.lent(), moment.again(), torch.enable_grad(), job.around_trial():
         given = [

@@ -92,6 +92,14 @@ class Forwards(Protocol):
         """A unit begins."""
 
 
+NO_WEIGHTS = "needs no weights in backward, for which ranks would have to gather them"
+
+
+def is_casting() -> bool:
+    """Whether autocast is on, under which graphs save copies of weights."""
+    return any(map(torch.is_autocast_enabled, ("cpu", "cuda")))
+
+
 class Enter(Protocol):
     """Begins a unit's access."""
 
@@ -153,6 +161,8 @@ class ActivationPolicies:
         before_node: registers a call before a node of a graph runs.
         trains: whether there are steps, at whose ends measurements are used.
         meets: whether units make calls together with those of other ranks.
+        gathers: whether ranks fetch together: which weights backward needs may not depend on how
+            large a rank's batch is.
         slices: which slices of a unit's forward or backward have to run.
     """
 
@@ -170,6 +180,7 @@ class ActivationPolicies:
         before_node: BeforeNode,
         trains: bool,
         meets: bool = False,
+        gathers: bool = False,
         slices: Each = one_by_one,
     ) -> None:
         named = [i for i, unit in enumerate(units) if unit.module is not None]
@@ -187,6 +198,7 @@ class ActivationPolicies:
         self._saved = saved
         self._units = units
         self._micro_batch = micro_batch
+        self._gathers = gathers
         self._slices = slices
         self._place = place
         self._offload = offload
@@ -278,14 +290,15 @@ class ActivationPolicies:
         if torch.is_grad_enabled():
             with self.watch.around(index, args, kwargs):
                 return self._run(index, module, call, args, kwargs)
-        if self._is_cut:
+        if self._is_cut(trains=False):
             return self._run_sliced(index, module, call, args, kwargs)
         return self._access(index, call, args, kwargs)
 
-    @property
-    def _is_cut(self) -> bool:
-        """Whether this batch is cut into slices."""
-        return bool(self._micro_batch) and self._batch > (self._micro_batch or 0)
+    def _is_cut(self, *, trains: bool) -> bool:
+        """Whether this batch is cut into slices, or into a single one, which is computed again in
+        backward as those of a larger batch are."""
+        fits = self._batch <= (self._micro_batch or 0)
+        return bool(self._micro_batch and self._batch) and (not fits or (trains and self._gathers))
 
     def _run(
         self, index: int, module: nn.Module, call: Call, args: Sequence[Any], kwargs: dict[str, Any]
@@ -293,7 +306,7 @@ class ActivationPolicies:
         policy = self.policy_of(index)
         try:
             self._offload.active, self._offload.inside = policy.offload, True
-            if self._is_cut:
+            if self._is_cut(trains=True):
                 return self._run_sliced(index, module, call, args, kwargs)
             self._calls.note(index)
             self._used[index] = policy
@@ -346,6 +359,7 @@ class ActivationPolicies:
     ) -> Any:
         """Run a unit's forward, and note whether it writes to its inputs or parameters."""
         held = [*leaves_of((args, kwargs), is_cache), *module.parameters()]
+        n_saved = self._saved.views.n_located
 
         def watched(*args: Any, **kwargs: Any) -> Any:
             before = versions(held)  # with what the access has taken over of a state dict
@@ -354,7 +368,10 @@ class ActivationPolicies:
                 self.proofs.wrote(index)
             return found
 
-        return self._access(index, watched, args, kwargs)
+        found = self._access(index, watched, args, kwargs)
+        if self._gathers and self._saved.views.n_located == n_saved and not is_casting():
+            self.proofs.leave(index, NO_WEIGHTS)
+        return found
 
     def _access(self, index: int, call: Call, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         pushed = self._enter(index)
@@ -395,7 +412,8 @@ class ActivationPolicies:
         if not torch.is_grad_enabled():
             return self._evaluate_sliced(index, job, call, args, kwargs)
         job.refuse_caches()
-        which = index, job.candidates, tuple(t.requires_grad for t in job.tensors)
+        asks = tuple(t.requires_grad for t in job.tensors)
+        which = index, job.candidates, asks, len(job.rows) == 1
         if which not in self._checked:
             self._checked[which] = check_unit(job)
         job.cut, job.differentiable = self._checked[which]

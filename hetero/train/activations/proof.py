@@ -216,6 +216,11 @@ class Proofs:
         """A unit wrote to its inputs or parameters."""
         self._impure.add(self._types[unit])
 
+    def leave(self, unit: int, reason: str) -> None:
+        """Do not compute a unit again, though that might give the same bits."""
+        self._of[unit].distrust(reason)
+        self._needed.discard(unit)
+
     def distrust(self, reason: str) -> None:
         """A unit could not be computed again because the program had written to what it read: keep
         what units save from now on."""

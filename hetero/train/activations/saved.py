@@ -65,6 +65,9 @@ class Again(Protocol):
 class Views(Protocol):
     """The runtime's part in packing."""
 
+    n_located: int
+    """How many views of parameters were saved so far."""
+
     def locate(self, tensor: torch.Tensor, cdata: int) -> SavedView | None:
         """Return the position of a tensor with storage ``cdata`` in a frame; None if in none."""
 
@@ -172,6 +175,8 @@ class Wrapped(NamedTuple):
 
 class NoViews:
     """`Views` of a model whose parameters stay in place."""
+
+    n_located = 0
 
     def locate(self, tensor: torch.Tensor, cdata: int) -> None:
         """No tensor lies in a frame."""

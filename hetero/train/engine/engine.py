@@ -93,7 +93,8 @@ class Engine:
 
     def _step(self, optimizer: Optimizer) -> None:
         self.broken.refuse()
-        self._refuse_excess()
+        if self.setup.comm.size == 1:  # else ranks refuse a step together
+            self._refuse_excess()
         self.admission.admit_all(optimizer.param_groups)
         if self.parts.kinds:
             self.setup.before_step(self._facts(optimizer))

@@ -33,7 +33,6 @@ from hetero.train.activations.forecast import Forecast, tensors_of
 from hetero.train.activations.held import GraphFootprint
 from hetero.train.activations.meter import Meter
 from hetero.train.engine.choice import Choice, shown
-from hetero.train.engine.meeting import Meeting
 from hetero.train.engine.room import Excess, Room, Seen
 from hetero.train.engine.tradeoff import Tradeoff
 from hetero.train.model.host_work import host_work
@@ -85,7 +84,6 @@ class Fitting:
         self._choice = choice
         self._tradeoff = tradeoff
         self._may_stay = may_stay
-        self._meeting = Meeting(room.frames, choice)
         self._spoiled = False  # an error ended a forward or a backward
         self._chosen_for = 0  # bytes of inputs that policies were chosen for
         self._inputs: deque[int] = deque(maxlen=WINDOW)
@@ -98,6 +96,7 @@ class Fitting:
         self._rest, self._resting = REST, 0  # steps of the next rest; steps left of this one
         self._tried = False  # whether this step computes units again for proofs
         self._has_room = False  # whether policies were found that fit
+        self._begins = False  # whether no unit of the forward has begun
 
     # -- a forward -------------------------------------------------------------------------------
 
@@ -110,7 +109,7 @@ class Fitting:
         has_room = self._has_room and not self._tried
         self._choice.overlaps = has_room or not self._choice.may_change
         self._spoiled = False
-        self._meeting.begin()
+        self._begins = True
         if self._choice.may_change:
             self._look_below()
 
@@ -151,9 +150,9 @@ class Fitting:
             self._first_sight(unit)
         elif self.forecast.grows(unit, sum(tensor.nbytes for tensor in inputs)):
             self._make_room(unit)
-        if self._meeting.is_due and self._meeting.hold():
-            self._largest = Seen()
-            self.forecast.chosen()
+        if self._begins:
+            self._begins = False
+            self.room.frames.meet(b"")
         self.forecast.enter(unit, inputs)
         try:
             yield
@@ -182,7 +181,9 @@ class Fitting:
         # the last unit, a head, is often the widest, and its gradient comes when most is held
         expected = self.forecast.unseen_bytes(held) + self.forecast.gradient_bytes
         fits = expected <= (1 - MARGIN) * self.room.hbm.room_bytes
-        if stayed and not fits and self.forecast.knows_kind(unit):
+        is_short = bool(stayed) and not fits and self.forecast.knows_kind(unit)
+        rows = self.room.frames.meet(b"short" if is_short else b"")  # it may use no weights
+        if is_short or any(rows):
             self._choice.recompute_unproven(unit)
 
     # -- room ------------------------------------------------------------------------------------
@@ -193,12 +194,12 @@ class Fitting:
         need = self._need(unit)
         if need + ring.limit_bytes <= room.n_bytes:
             return
-        if need > room.hbm.room_bytes and self._meeting.may_choose:
+        if need > room.hbm.room_bytes and self._choice.may_change:
             ahead, to_come = self.forecast.ahead(unit), self.forecast.to_come
             fits = self._choose(ahead, room.hbm.room_bytes - held, earlier=to_come)
             self._choice.overlaps = self._choice.overlaps and fits
             need = self._need(unit)
-        self._meeting.wanted_bytes, before = need, room.frames.limit
+        before = room.frames.limit
         room.lower(room.frames_beside(need + ring.limit_bytes))
         room.homes.give_way(need - room.coming_bytes)
         if room.frames.coming != before:
@@ -213,7 +214,7 @@ class Fitting:
         forecast, largest, held = self.forecast, self._largest, self._footprint.live_bytes
         need, scale = held + forecast.peak_ahead(unit, self._choice.policies), forecast.scale
         expected = round(max(1.0, scale) * forecast.rows[unit].held_bytes)
-        if not largest.input_bytes or held > expected:
+        if not (largest.input_bytes and self._inputs) or held > expected:
             return need  # it does not grow as its inputs do
         inputs = max(largest.input_bytes, round(scale * self._inputs[-1]))
         return min(need, largest.peak_bytes * inputs // largest.input_bytes)

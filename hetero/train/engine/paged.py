@@ -157,10 +157,21 @@ class Paged:
         optimizer = self.backward_updates.optimizer
         if optimizer is not None and setup.config.updates == "step":
             facts.update(states_of(named, optimizer.known_state))
-        divide = self.fitting.divide
+        divide = self._divide
         division = agreed_division(setup.comm, divide, setup.log, is_common=gathers, facts=facts)
         self.activations.policies.update(division.policies)
         return division
+
+    def _divide(self) -> Division:
+        """Return this rank's division; OutOfMemory also if what was sent down passed a budget."""
+        error = self.setup.offload.store.refusal()
+        if error is None:
+            return self.fitting.divide()
+        self.spoil()
+        try:
+            raise error
+        finally:
+            del error  # its traceback holds this frame
 
     def place(self, division: Division) -> None:
         """Apply a division before the updates of its step: they are made where homes are from now

@@ -47,6 +47,7 @@ def make_activations(
         before_node=before_node,
         trains=setup.inner is not None,
         meets=setup.comm.n_context > 1,
+        gathers=setup.store.is_gathered,
         slices=setup.tuning.slices,
     )
 

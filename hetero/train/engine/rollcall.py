@@ -24,8 +24,8 @@ class Answer(NamedTuple):
     """One rank's row."""
 
     division: Division | None
-    refusal: tuple[str, str, int] | None
-    """Message, advice and bytes of an OutOfMemory."""
+    refusal: tuple[str, str, int, str] | None
+    """Message, advice, bytes and tier of an OutOfMemory."""
     facts: int
     """The CRC of what the step depends on."""
 
@@ -49,7 +49,8 @@ def agreed_division(
         mine = Answer(divide(), None, known)
     except OutOfMemory as refused:
         error = refused
-        mine = Answer(None, (refused.what, refused.advice, refused.needed_bytes), known)
+        said = refused.what, refused.advice, refused.needed_bytes, str(refused.tier)
+        mine = Answer(None, said, known)
     with standing_for(comm, log):
         rows = comm.agree(pickle.dumps(mine), "the division of HBM")
     told: list[Any] = [pickle.loads(row) for row in rows]  # from ranks of this very program
@@ -63,9 +64,9 @@ def agreed_division(
             del error  # its traceback holds this frame, and the program's, with its tensors
     for number, row in enumerate(told):
         if row.refusal is not None:
-            message, advice, needed = row.refusal
-            said = f"on {comm.members.name(number)}: {message}"
-            raise OutOfMemory(said, tier="HBM", advice=advice, needed_bytes=needed)
+            message, advice, needed, tier = row.refusal
+            where = f"on {comm.members.name(number)}: {message}"
+            raise OutOfMemory(where, tier=tier, advice=advice, needed_bytes=needed)
     if not is_common and mine.division is not None:
         return mine.division
     most = max(told, key=lambda row: row.division.moving_bytes)  # the first of equals
