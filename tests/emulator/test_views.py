@@ -158,7 +158,7 @@ def test_an_update_waits_for_copies_of_the_weights_that_it_changes(watched: None
         assert torch.equal(*(torch.stack(norms).cpu() for norms in found))
 
 
-def test_a_deep_copy_is_in_ram_with_its_buffers() -> None:
+def test_a_deep_copy_is_in_ram_with_its_buffers(watched: None) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*net(), nn.BatchNorm1d(WIDTH))
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.05)

@@ -38,9 +38,6 @@ class ArenaFrames:
         """Their number once all that was asked for is given up."""
         return self.limit
 
-    is_common = False
-    """Whether ranks have as many at any time."""
-
     def meet(self, row: bytes) -> list[bytes]:
         """A forward begins; returns the rows of all ranks that gather."""
         return []
@@ -105,8 +102,6 @@ class AgreedFrames(ArenaFrames):
     @property
     def coming(self) -> int:
         return min(self.limit, self._asked.limit)
-
-    is_common = True
 
     def meet(self, row: bytes) -> list[bytes]:
         rows = self._comm.agree(self._asked.row() + row, "frames of a forward")

@@ -31,10 +31,6 @@ class Frames(Protocol):
     def coming(self) -> int:
         """Their number once all that was asked for is given up."""
 
-    @property
-    def is_common(self) -> bool:
-        """Whether ranks have as many at any time, as those that gather."""
-
     def meet(self, row: bytes) -> list[bytes]:
         """A forward begins on all ranks: those that gather hear how many frames they go on with.
         Returns their rows."""
@@ -260,6 +256,10 @@ class Room:
         """Have no more than ``limit`` frames; False if one above is held."""
         return limit >= self.frames.limit or self.frames.lower(limit)
 
+    def _give_up(self, limit: int) -> bool:
+        """As `lower`, where all ranks that gather are at the same place of their way."""
+        return limit >= self.frames.limit or self.frames.give_up(limit)
+
     def _held_bytes(self) -> int:
         """Give up frames not held; returns the bytes of the others, at least the fewest."""
         return max(self.frames.vacate(), self.hbm.least_bytes)
@@ -269,7 +269,7 @@ class Room:
         taken = n_bytes + self.budget.activation_bytes
         limit = self.frames_beside(taken)
         with host_work():
-            if self.lower(limit):
+            if self._give_up(limit):
                 self.homes.give_way(taken - self.n_bytes)
                 return
             # the computing unit lies above: it keeps its frames until it is done
@@ -333,7 +333,7 @@ class Room:
         with host_work():  # an evicted replica may be coded, on HOST
             self.frames.shed()
             self._meter.resume()
-            if self.frames.limit > self._lent and not self.frames.lower(self._lent):
+            if not self._give_up(self._lent):
                 self._keep_held(self._lent)
         self._lent = None
         self._ledger.charge(Tier.HBM, Kind.ACTIVATION, self.budget.activation_bytes, "activations")
