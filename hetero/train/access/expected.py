@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import groupby
 from typing import NamedTuple
 
 from torch import nn
@@ -42,4 +43,4 @@ def expected(
             there = there[1:]
         there = there[::-1] if visit.from_the_end else there
         accesses += [Access(visit.phase, unit, needs[unit]) for unit in there]
-    return Trace(tuple(accesses))
+    return Trace(tuple(access for access, _ in groupby(accesses)))  # as a cursor sees them
