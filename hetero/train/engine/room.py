@@ -286,6 +286,9 @@ class Room:
         """
         self._meter.rests()  # from here on, apart from what backward had
         taken = self._meter.live_bytes() + n_bytes
+        limit = self.frames.fewest(self.frames_beside(taken))  # ranks that gather all do this
+        with host_work():
+            self._give_up(limit)
         if not self.fits(taken):
             raise self.budget.refusal(taken, where=" with a gradient whose norm is taken")
         more = max(0, taken - self.budget.activation_bytes)
