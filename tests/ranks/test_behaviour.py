@@ -22,7 +22,7 @@ from torch import nn
 import hetero
 from hetero import ConfigError, DivergenceError, StateError
 from hetero.api import engine_of
-from hetero.errors import RankLost
+from hetero.errors import OutOfMemory, RankLost
 from hetero.jobs import thread_budget
 from hetero.testing.ranks import Died, outcomes, run_ranks
 from hetero.train.engine import alike
@@ -636,3 +636,26 @@ def test_what_one_rank_cannot_prepare_is_told_to_all(tmp_path: Path) -> None:
     assert isinstance(last.error, ConfigError) and "NaN" in str(last.error), last.text
     assert isinstance(first.error, DivergenceError), first.text
     assert "rank 1 could not prepare its shares: ConfigError" in str(first.error)
+
+
+def sends_down(rank: int) -> list[str]:
+    """Train on a batch that is too large for RAM on the last rank in one of three steps."""
+    given = {"device": "cpu:sim", "hbm": 60_000, "host": 260_000, "chunk_bytes": 1024}
+    model, plain = built(Run())
+    model, optimizer = hetero.prepare(model, plain, mesh="world", activations="offload", **given)
+    found = []
+    for step in range(3):
+        try:
+            model(torch.ones(120 if step == rank == 1 else 4, 10)).pow(2).mean().backward()
+            optimizer.step()
+            found.append("made")
+        except OutOfMemory as error:
+            found.append(f"{error.tier}: {error.what}")
+        optimizer.zero_grad()
+    return found
+
+
+def test_a_step_that_sent_too_much_down_on_one_rank_is_refused_on_all() -> None:
+    first, last = run_ranks(2, sends_down)
+    assert first[0] == last[0] == first[2] == last[2] == "made"
+    assert first[1].startswith("HOST: on rank 1: ") and last[1].startswith("HOST: ")

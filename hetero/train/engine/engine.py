@@ -19,7 +19,7 @@ from hetero.train.engine.admission import Admission
 from hetero.train.engine.alike import digest_of, members_of, settings_of
 from hetero.train.engine.broken import Broken
 from hetero.train.engine.paged import Paged
-from hetero.train.engine.resident import Mastered, Resident
+from hetero.train.engine.resident import Mastered, Resident, refuse_excess
 from hetero.train.engine.setup import Setup
 from hetero.train.engine.snapshot import Saving
 from hetero.train.engine.steps import HomeSteps, NoSteps, TorchSteps, placed
@@ -94,7 +94,7 @@ class Engine:
     def _step(self, optimizer: Optimizer) -> None:
         self.broken.refuse()
         if self.setup.comm.size == 1:  # else ranks refuse a step together
-            self._refuse_excess()
+            refuse_excess(self.setup, self.residence.spoil)
         self.admission.admit_all(optimizer.param_groups)
         if self.parts.kinds:
             self.setup.before_step(self._facts(optimizer))
@@ -124,16 +124,6 @@ class Engine:
         if self.steps.stepper is None and self.optimizer is not None:  # torch steps parameters
             for param, state in self.optimizer.known_state.items():
                 state.update({k: self.shown_state(param, v) for k, v in state.items()})
-
-    def _refuse_excess(self) -> None:
-        """Raise OutOfMemory if offloaded activations passed a budget."""
-        error = self.setup.offload.store.refusal()
-        if error is not None:
-            self.residence.spoil()
-            try:
-                raise error
-            finally:
-                del error  # its traceback holds this frame, and the program's, with its tensors
 
     def _facts(self, optimizer: Optimizer) -> dict[str, str]:
         """Return what ranks that divide tensors have to have done alike since the last step."""

@@ -41,7 +41,7 @@ from hetero.train.engine.dividing import HbmDivision
 from hetero.train.engine.fitting import Fitting
 from hetero.train.engine.handover import kept
 from hetero.train.engine.read_ahead import ReadAhead
-from hetero.train.engine.resident import Mastered, Resident, make_activations
+from hetero.train.engine.resident import Mastered, Resident, make_activations, refuse_excess
 from hetero.train.engine.rollcall import agreed_division
 from hetero.train.engine.setup import Setup, StepStats
 from hetero.train.engine.trained import Trained
@@ -164,14 +164,8 @@ class Paged:
 
     def _divide(self) -> Division:
         """Return this rank's division; OutOfMemory also if what was sent down passed a budget."""
-        error = self.setup.offload.store.refusal()
-        if error is None:
-            return self.fitting.divide()
-        self.spoil()
-        try:
-            raise error
-        finally:
-            del error  # its traceback holds this frame
+        refuse_excess(self.setup, self.spoil)
+        return self.fitting.divide()
 
     def place(self, division: Division) -> None:
         """Apply a division before the updates of its step: they are made where homes are from now

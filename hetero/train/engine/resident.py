@@ -52,6 +52,17 @@ def make_activations(
     )
 
 
+def refuse_excess(setup: Setup, spoil: Callable[[], None]) -> None:
+    """Raise OutOfMemory if offloaded activations passed a budget; ``spoil`` forgets the step."""
+    error = setup.offload.store.refusal()
+    if error is not None:
+        spoil()
+        try:
+            raise error
+        finally:
+            del error  # its traceback holds this frame, and the program's, with its tensors
+
+
 class Before(Protocol):
     """The residence that a model had while it was paged, until everything fitted."""
 
