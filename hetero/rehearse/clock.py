@@ -11,12 +11,12 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from hetero.dry import META
-from hetero.internals import DispatchMode
 from hetero.plan.machine import Dtype, MachineProfile
 from hetero.plan.rates import attention_flops, side_of
 from hetero.rehearse.kernels import as_on_cpu, note_writes
 from hetero.rehearse.layers import SUMMED
 from hetero.train.activations.meter import tensors_in
+from hetero.train.model.looking import Unguarded
 from hetero.types import Lane, noop
 
 DTYPES: dict[torch.dtype, Dtype] = {
@@ -83,7 +83,7 @@ class Costs:
         return self._known.setdefault((device.is_cuda, profile), {})
 
 
-class OpClock(DispatchMode):
+class OpClock(Unguarded):
     """Advances a device's clock by the time of each operation there.
 
     An operation takes the longer of its products and its bytes, and its launch. A number that code
@@ -127,10 +127,6 @@ class OpClock(DispatchMode):
             threads = Lane.UPDATE, Lane.READ, Lane.WRITE
             slows += [(lane, overlap.gemm_under_update) for lane in threads]
         self._slows = [(lane, figure.value) for lane, figure in slows if figure is not None]
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # as LiveBytes: the guard would cost more than the work
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None

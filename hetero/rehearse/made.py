@@ -8,16 +8,16 @@ from typing import Any
 
 import torch
 
-from hetero.internals import DispatchMode
 from hetero.rehearse.clock import FREE, geometry, maker
 from hetero.train.activations.meter import tensors_in
+from hetero.train.model.looking import Unguarded
 
 _RESIZE = torch.ops.aten.resize_.default  # may leave more memory than the geometry shows
 
 Call = Callable[..., Any]
 
 
-class Made(DispatchMode):
+class Made(Unguarded):
     """Runs an operation once for arguments of some geometry, and then makes its result.
 
     The time of updates is modelled as a whole, so operations matter for what they refuse alone, and
@@ -27,10 +27,6 @@ class Made(DispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self._known: dict[Any, Call | None] = {}
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # as LiveBytes: the guard would cost more than the work
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None

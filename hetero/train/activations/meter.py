@@ -159,10 +159,6 @@ class LiveBytes(OnlyLooks):
         self._wrappers = wrappers
         self._seen: dict[int, object] = {t.untyped_storage()._cdata: None for t in known}
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # dynamo's guard would cost more than the counting
-
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

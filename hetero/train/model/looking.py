@@ -31,7 +31,15 @@ PRODUCTS = frozenset({"ProdBackward0", "ProdBackward1"})
 Call = Callable[..., Any]
 
 
-class OnlyLooks(DispatchMode):
+class Unguarded(DispatchMode):
+    """A mode whose work costs less than dynamo's guard against compiling it would."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
+class OnlyLooks(Unguarded):
     """A mode that leaves results as they are, those of backwards too."""
 
 
@@ -56,10 +64,6 @@ class LookingMode(OnlyLooks):
     """Looks at the operations of a program that is not ours, whose passes are `unseeing`."""
 
     supports_higher_order_operators = True  # their inner results are seen when they come out
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # the guard against compiling would cost more than looking
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
