@@ -17,6 +17,7 @@ import torch
 from hetero.device import Device, Ticket
 from hetero.device.comm import Comm, standing_for
 from hetero.errors import StateError
+from hetero.memory.asked import AskedFrames
 from hetero.memory.codec import ENCODED_AT_ONCE, Workspace, is_finite
 from hetero.memory.extent import PinUse
 from hetero.memory.home import Home
@@ -48,10 +49,6 @@ class Way(Protocol):
 
     def undo(self, replica: Any, copy: HomeCopy) -> None:
         """Undo the writes to a replica that is held, since its last flush."""
-
-
-MANY = 2**62  # frames: as many as there are
-N_BYTES = 8  # of a number that is told
 
 
 class LocalBelow:
@@ -278,41 +275,6 @@ class LocalBelow:
 
     def _sync(self, ticket: Ticket, replica: Replica) -> None:
         self._link.sync(ticket, kind=Kind.PARAM, bucket=replica.bucket.id)
-
-
-class AskedFrames:
-    """How many frames ranks that gather go on with: the fewest that any of them asks for.
-
-    They give up frames at the same place of their way through the model, the one access after all
-    have heard of it, or they would fetch other buckets from there on.
-    """
-
-    def __init__(self) -> None:
-        self.due = MANY
-        """What all have heard of, and not done yet."""
-        self._mine = MANY
-
-    @property
-    def limit(self) -> int:
-        """What is due, or asked for by this rank."""
-        return min(self._mine, self.due)
-
-    def ask(self, limit: int) -> None:
-        """Let all ranks give up the frames from ``limit`` on."""
-        self._mine = min(self._mine, limit)
-
-    def row(self) -> bytes:
-        """Return what this rank tells the others."""
-        return self._mine.to_bytes(N_BYTES, "little")
-
-    def hear(self, rows: Iterable[bytes]) -> None:
-        """Note what all ranks have told."""
-        self._mine = MANY
-        self.due = min(self.due, *(int.from_bytes(row, "little") for row in rows))
-
-    def forget(self) -> None:
-        """All ranks have settled on a number of frames."""
-        self.due = self._mine = MANY
 
 
 class SharedBelow(LocalBelow):

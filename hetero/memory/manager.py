@@ -16,8 +16,9 @@ from hetero.device import Device
 from hetero.device.comm import ALONE_COMM, Comm
 from hetero.errors import BudgetError, StorageError
 from hetero.memory.arena import Arena
+from hetero.memory.asked import AskedFrames
 from hetero.memory.athome import AtHome, AtHomeBelow, CopySpace
-from hetero.memory.below import AskedFrames, LocalBelow, SharedBelow, Way
+from hetero.memory.below import LocalBelow, SharedBelow, Way
 from hetero.memory.chunk import CopyTable
 from hetero.memory.codec import Workspace
 from hetero.memory.frame import FramePlace

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hetero.device.comm import Comm
-from hetero.memory.below import MANY, N_BYTES
+from hetero.memory.asked import MANY, N_BYTES, fewest, told
 from hetero.memory.manager import ChunkManager
 from hetero.train.access.fetches import Fetches
 from hetero.train.activations.meter import Meter
@@ -105,14 +105,12 @@ class AgreedFrames(ArenaFrames):
 
     def meet(self, row: bytes) -> list[bytes]:
         rows = self._comm.agree(self._asked.row() + row, "frames of a forward")
-        self._asked.hear(each[:N_BYTES] for each in rows)
+        self._asked.hear(rows)
         self._give_up_due()
         return [each[N_BYTES:] for each in rows]
 
     def fewest(self, number: int) -> int:
-        row = number.to_bytes(N_BYTES, "little", signed=True)
-        rows = self._comm.agree(row, "more frames")
-        return min(int.from_bytes(each, "little", signed=True) for each in rows)
+        return fewest(self._comm.agree(told(number), "a number of frames"))
 
     def resize(self, limit: int) -> bool:
         self._asked.forget()

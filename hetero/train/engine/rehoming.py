@@ -338,20 +338,20 @@ class Rehoming:
     def _gradients_to_come(self) -> int:
         """Return the bytes of RAM that gradients will take beyond those they have, in fp32 if they
         add up."""
-        places, homes = self._places, self._setup.store.homes
-        n_bytes = 0
-        for part in self._parts[self._grads.adds_up]:
-            lies_below = part.bucket not in places.on_hbm
-            if (
-                part.kind is Kind.GRAD
-                and lies_below
-                and (part.kind, part.bucket) not in places.on_disk
-            ):
-                bucket = self._setup.buckets[part.bucket]
-                there = (homes.get((name, part.bucket)) for name in (GRAD, WIDE))
-                taken = sum(kept_bytes(home, bucket) for home in there if home is not None)
-                n_bytes += max(0, part.n_bytes - taken)
-        return n_bytes
+        gradients = [p for p in self._parts[self._grads.adds_up] if p.kind is Kind.GRAD]
+        here = {
+            part.bucket: part.n_bytes
+            for part in gradients
+            if part.bucket not in self._places.on_hbm
+            and (part.kind, part.bucket) not in self._places.on_disk
+        }
+        return sum(max(0, n - self._gradient_bytes(bucket)) for bucket, n in here.items())
+
+    def _gradient_bytes(self, number: int) -> int:
+        """Return the bytes that a bucket's gradients have now."""
+        homes, bucket = self._setup.store.homes, self._setup.buckets[number]
+        there = (homes.get((name, number)) for name in (GRAD, WIDE))
+        return sum(kept_bytes(home, bucket) for home in there if home is not None)
 
     def _show(self, move: Move, bucket: Bucket) -> None:
         """Let those who know a home that has moved know the new one."""
