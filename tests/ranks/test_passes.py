@@ -210,7 +210,7 @@ def noted_exchanges() -> list[Exchange]:
         found.append(exchange)
         finish(exchange)
 
-    Exchange.finish_pass = noted  # type: ignore[method-assign]
+    Exchange.finish_pass = noted
     return found
 
 
